@@ -1,0 +1,129 @@
+"""What the user wrote: frozen, strict, never adjusted. Whatever follows from it is in plan.py."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParallelConfig:
+    """Expert parallelism."""
+
+    ep: int | Literal["auto"] = "auto"
+    """Ranks that share the experts; auto = the world size, and no other value than that runs."""
+    stand_in_ep: int | None = None
+    """Take the place of the ranks of a larger EP group: each rank holds num_experts / stand_in_ep
+    experts, so that one GPU shows the expert load that it would have in that group."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransportConfig:
+    """The all-to-all."""
+
+    name: Literal["torch_a2a", "deepep_ll"] = "torch_a2a"
+    max_tokens_per_rank: int = 128
+    """Rows one rank may dispatch in one step; sizes every buffer, the same on all ranks."""
+    wire: Literal["fp8", "bf16"] = "fp8"
+    """Format of dispatched rows. bf16 quantises after dispatch, in the experts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertsConfig:
+    """The grouped SwiGLU."""
+
+    name: Literal["auto", "torch_loop", "deepgemm", "triton_gemm"] = "auto"
+    scale_format: Literal["auto", "fp32", "ue8m0"] = "auto"
+    """Scales of quantised activations; auto = what the GPU's GEMM takes."""
+    fused_activation: bool = True
+    """SiLU * mul and quantisation in one kernel over valid rows only; off = plain torch."""
+    fused_quant_layout: bool = True
+    """Write scales in the GEMM's layout inside the quantisation; off = a pass of its own."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchConfig:
+    """Tokens per step."""
+
+    buckets: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128)
+    """Padded batch sizes; one CUDA graph each."""
+    tokens_per_rank: int = 128
+    """Tokens each rank has in a step; the most of them with ``vary``."""
+    vary: bool = False
+    """Draw each rank's and step's count from 0 to tokens_per_rank, the same on every machine."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoutingConfig:
+    """Where tokens go."""
+
+    kind: Literal["model", "uniform", "balanced", "stress"] = "model"
+    """model = the gate; uniform = random distinct experts; balanced = every expert the same
+    count; stress = every token to the experts of rank 0."""
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GraphConfig:
+    """CUDA graphs."""
+
+    enabled: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OverlapConfig:
+    """Work done while the all-to-all waits."""
+
+    shared_expert: bool = True
+    """Run the shared expert on a side stream during dispatch."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunConfig:
+    """The timed loop."""
+
+    warmup_steps: int = 10
+    steps: int = 100
+    verify: bool = True
+    seed: int = 0
+    """Seeds weights and inputs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LimitsConfig:
+    """Seconds until a wait is called a fault."""
+
+    join_s: float = 120
+    warmup_s: float = 1800
+    step_s: float = 20
+    stale_s: float = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HardwareConfig:
+    """The device the plan's floors and memory are for; auto = the one found, none on CPU."""
+
+    device: Literal["auto", "cpu", "h100", "h200", "h800", "b200", "gb200"] = "auto"
+    memory_gib: float | Literal["auto"] = "auto"
+    hbm_tb_s: float | Literal["auto"] = "auto"
+    """Read bandwidth used for floors, 1e12 bytes/s; auto = the device table's measured figure."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config:
+    """The whole file."""
+
+    model: str = "tiny"
+    """A name in configs/models, or the path of such a file."""
+    layers: int = 2
+    """MoE layers in the loop, each with its own weights."""
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    transport: TransportConfig = field(default_factory=TransportConfig)
+    experts: ExpertsConfig = field(default_factory=ExpertsConfig)
+    batch: BatchConfig = field(default_factory=BatchConfig)
+    routing: RoutingConfig = field(default_factory=RoutingConfig)
+    graph: GraphConfig = field(default_factory=GraphConfig)
+    overlap: OverlapConfig = field(default_factory=OverlapConfig)
+    run: RunConfig = field(default_factory=RunConfig)
+    limits: LimitsConfig = field(default_factory=LimitsConfig)
+    hardware: HardwareConfig = field(default_factory=HardwareConfig)
