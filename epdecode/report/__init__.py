@@ -1,0 +1,1 @@
+"""What people read of a result: console table, HTML page, comparison, Prometheus text file."""
