@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
+
+from annotated_types import Ge, Gt, Le
+
+# The bounds are read by the loader, the JSON Schema and the documentation alike.
+Count = Annotated[int, Ge(0)]
+Size = Annotated[int, Ge(1)]
+Seed = Annotated[int, Ge(0), Le(2**63 - 1)]
+Positive = Annotated[float, Gt(0)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelConfig:
     """Expert parallelism."""
 
-    ep: int | Literal["auto"] = "auto"
+    ep: Size | Literal["auto"] = "auto"
     """Ranks that share the experts; auto = the world size, and no other value than that runs."""
-    stand_in_ep: int | None = None
+    stand_in_ep: Size | None = None
     """Take the place of the ranks of a larger EP group: each rank holds num_experts / stand_in_ep
     experts, so that one GPU shows the expert load that it would have in that group."""
 
@@ -22,7 +30,7 @@ class TransportConfig:
     """The all-to-all."""
 
     name: Literal["torch_a2a", "deepep_ll"] = "torch_a2a"
-    max_tokens_per_rank: int = 128
+    max_tokens_per_rank: Size = 128
     """Rows one rank may dispatch in one step; sizes every buffer, the same on all ranks."""
     wire: Literal["fp8", "bf16"] = "fp8"
     """Format of dispatched rows. bf16 quantises after dispatch, in the experts."""
@@ -45,9 +53,9 @@ class ExpertsConfig:
 class BatchConfig:
     """Tokens per step."""
 
-    buckets: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128)
+    buckets: tuple[Size, ...] = (1, 2, 4, 8, 16, 32, 64, 128)
     """Padded batch sizes; one CUDA graph each."""
-    tokens_per_rank: int = 128
+    tokens_per_rank: Size = 128
     """Tokens each rank has in a step; the most of them with ``vary``."""
     vary: bool = False
     """Draw each rank's and step's count from 0 to tokens_per_rank, the same on every machine."""
@@ -60,7 +68,7 @@ class RoutingConfig:
     kind: Literal["model", "uniform", "balanced", "stress"] = "model"
     """model = the gate; uniform = random distinct experts; balanced = every expert the same
     count; stress = every token to the experts of rank 0."""
-    seed: int = 0
+    seed: Seed = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,10 +90,10 @@ class OverlapConfig:
 class RunConfig:
     """The timed loop."""
 
-    warmup_steps: int = 10
-    steps: int = 100
+    warmup_steps: Count = 10
+    steps: Size = 100
     verify: bool = True
-    seed: int = 0
+    seed: Seed = 0
     """Seeds weights and inputs."""
 
 
@@ -93,10 +101,10 @@ class RunConfig:
 class LimitsConfig:
     """Seconds until a wait is called a fault."""
 
-    join_s: float = 120
-    warmup_s: float = 1800
-    step_s: float = 20
-    stale_s: float = 3
+    join_s: Positive = 120
+    warmup_s: Positive = 1800
+    step_s: Positive = 20
+    stale_s: Positive = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,8 +112,8 @@ class HardwareConfig:
     """The device the plan's floors and memory are for; auto = the one found, none on CPU."""
 
     device: Literal["auto", "cpu", "h100", "h200", "h800", "b200", "gb200"] = "auto"
-    memory_gib: float | Literal["auto"] = "auto"
-    hbm_tb_s: float | Literal["auto"] = "auto"
+    memory_gib: Positive | Literal["auto"] = "auto"
+    hbm_tb_s: Positive | Literal["auto"] = "auto"
     """Read bandwidth used for floors, 1e12 bytes/s; auto = the device table's measured figure."""
 
 
@@ -115,7 +123,7 @@ class Config:
 
     model: str = "tiny"
     """A name in configs/models, or the path of such a file."""
-    layers: int = 2
+    layers: Size = 2
     """MoE layers in the loop, each with its own weights."""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     transport: TransportConfig = field(default_factory=TransportConfig)

@@ -5,24 +5,26 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from epdecode.config import Count, Positive, Size
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterShape:
     """How logits become a route. Field names follow the Hugging Face configs."""
 
     scoring: Literal["softmax", "sigmoid"] = "softmax"
-    """Applied to all logits before the choice ('softmax' after top-k: see ``softmax_after_topk``)."""
+    """Applied to all logits before the choice; see also ``softmax_after_topk``."""
     softmax_after_topk: bool = False
     """Choose by logits, then softmax over the chosen ones only (gpt-oss, Mixtral)."""
     bias: bool = False
     """A per-expert correction, float32, used for the choice only, never for the weights."""
-    n_group: int = 1
-    topk_group: int = 1
+    n_group: Size = 1
+    topk_group: Size = 1
     """Experts are chosen from the best ``topk_group`` of ``n_group`` equal groups."""
     group_score: Literal["max", "top2_sum"] = "max"
     """A group's score: its best expert (DeepSeek-V2) or the sum of its best two (V3)."""
     norm_topk_prob: bool = True
-    routed_scaling_factor: float = 1.0
+    routed_scaling_factor: Positive = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,14 +34,14 @@ class ModelShape:
     name: str
     source: str
     """Where the figures come from."""
-    hidden: int
-    expert_size: int
+    hidden: Size
+    expert_size: Size
     """Intermediate size of one routed expert (moe_intermediate_size)."""
-    num_experts: int
-    top_k: int
-    num_shared_experts: int = 0
+    num_experts: Size
+    top_k: Size
+    num_shared_experts: Count = 0
     """Shared experts, each of ``expert_size``, run as one expert of their summed size."""
-    num_moe_layers: int
+    num_moe_layers: Size
     weight_format: Literal["fp8_block128", "bf16"] = "fp8_block128"
     router: RouterShape = field(default_factory=RouterShape)
 
