@@ -11,8 +11,17 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from epdecode.errors import ConfigError
-from epdecode.result import Floor, Result
+from epdecode.errors import ConfigError, Exit
+from epdecode.result import Cause, Floor, Result
+
+EXIT_OF = {
+    "passed": Exit.OK,
+    "wrong": Exit.WRONG_NUMBERS,
+    "degraded": Exit.RANK_LOST,
+    "interrupted": Exit.PREEMPTED,
+    "failed": Exit.BUG,
+}
+"""Exit code of a status when nothing more exact is known."""
 
 SCHEMA_FILE = Path(__file__).with_name("result_schema.json")
 
@@ -57,11 +66,11 @@ def schema_json() -> str:
     return json.dumps(schema, indent=1, sort_keys=True) + "\n"
 
 
-def summary_line(result: Result, path: str | Path | None) -> str:
+def summary_line(result: Result, path: str | Path | None, exit_code: int | None = None) -> str:
     """The last line of stdout: one JSON object, no line break.
 
-    path: where result.json lies, None when it could not be saved. Speeds are null unless the run
-    passed on GPUs of its own (or a CPU).
+    path: where result.json lies, None when it could not be saved. exit_code: where the status does
+    not settle it. Speeds are null unless the run passed on GPUs of its own (or a CPU).
     """
     timing, method = result.timing, result.method
     counts = result.status == "passed" and not method.shared_gpu
@@ -69,6 +78,7 @@ def summary_line(result: Result, path: str | Path | None) -> str:
     summary = {
         "status": result.status,
         "result": None if path is None else str(path),
+        "exit_code": int(EXIT_OF[result.status] if exit_code is None else exit_code),
         "name": result.name,
         "step_us_p50": timing.step.p50 if counts and timing else None,
         "layer_us_p50": timing.layer.p50 if counts and timing else None,
@@ -84,7 +94,19 @@ def summary_line(result: Result, path: str | Path | None) -> str:
         "gpu": result.provenance.gpu,
         "worst_error": result.verification.worst_error if result.verification else None,
         "tolerance": result.verification.tolerance if result.verification else None,
-        "cause": result.cause.message if result.cause else None,
+        "cause": asdict(result.cause) if result.cause else None,
+    }
+    return json.dumps(summary, allow_nan=False)
+
+
+def failure_line(exit_code: int, cause: Cause, run_dir: str | Path | None) -> str:
+    """The last line of stdout of a run that has no result."""
+    summary = {
+        "status": "failed",
+        "result": None,
+        "exit_code": int(exit_code),
+        "run_dir": None if run_dir is None else str(run_dir),
+        "cause": asdict(cause),
     }
     return json.dumps(summary, allow_nan=False)
 
