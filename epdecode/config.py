@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from annotated_types import Ge, Gt, Le
+from annotated_types import Ge, Gt
 
 # The bounds are read by the loader, the JSON Schema and the documentation alike.
 Count = Annotated[int, Ge(0)]
 Size = Annotated[int, Ge(1)]
-Seed = Annotated[int, Ge(0), Le(2**63 - 1)]
 Positive = Annotated[float, Gt(0)]
 
 
@@ -30,6 +29,8 @@ class TransportConfig:
     """The all-to-all."""
 
     name: Literal["torch_a2a", "deepep_ll"] = "torch_a2a"
+    """torch_a2a = bytes through torch.distributed, on any machine; deepep_ll = DeepEP's
+    low-latency kernels."""
     max_tokens_per_rank: Size = 128
     """Rows one rank may dispatch in one step; sizes every buffer, the same on all ranks."""
     wire: Literal["fp8", "bf16"] = "fp8"
@@ -41,6 +42,8 @@ class ExpertsConfig:
     """The grouped SwiGLU."""
 
     name: Literal["auto", "torch_loop", "deepgemm", "triton_gemm"] = "auto"
+    """torch_loop = plain PyTorch, on any machine; deepgemm = DeepGEMM's grouped FP8 GEMMs;
+    triton_gemm = a grouped GEMM in Triton; auto = deepgemm on a GPU, torch_loop without."""
     scale_format: Literal["auto", "fp32", "ue8m0"] = "auto"
     """Scales of quantised activations; auto = what the GPU's GEMM takes."""
     fused_activation: bool = True
@@ -68,7 +71,8 @@ class RoutingConfig:
     kind: Literal["model", "uniform", "balanced", "stress"] = "model"
     """model = the gate; uniform = random distinct experts; balanced = every expert the same
     count; stress = every token to the experts of rank 0."""
-    seed: Seed = 0
+    seed: Count = 0
+    """Seeds the routes that are drawn."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +80,7 @@ class GraphConfig:
     """CUDA graphs."""
 
     enabled: bool = True
+    """Capture one graph per bucket and replay it; off = launch every kernel of every step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,9 +96,12 @@ class RunConfig:
     """The timed loop."""
 
     warmup_steps: Count = 10
+    """Steps before the timed ones; every shape is compiled before these."""
     steps: Size = 100
+    """Timed steps."""
     verify: bool = True
-    seed: Seed = 0
+    """Compare the outputs with the plain PyTorch path, with the same weights and routes."""
+    seed: Count = 0
     """Seeds weights and inputs."""
 
 
@@ -102,17 +110,23 @@ class LimitsConfig:
     """Seconds until a wait is called a fault."""
 
     join_s: Positive = 120
+    """Until every rank has joined the group."""
     warmup_s: Positive = 1800
+    """For weights, compilation, warm-up and capture; ranks may differ by minutes here."""
     step_s: Positive = 20
+    """For one step; past it the run is ended, naming the ranks that are behind."""
     stale_s: Positive = 3
+    """Without a sign of life from a rank until it counts as lost."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HardwareConfig:
-    """The device the plan's floors and memory are for; auto = the one found, none on CPU."""
+    """The GPU that the plan's floors and memory are for."""
 
     device: Literal["auto", "cpu", "h100", "h200", "h800", "b200", "gb200"] = "auto"
+    """A row of the device table; auto = the GPU found, none on CPU; cpu = none, thus no floors."""
     memory_gib: Positive | Literal["auto"] = "auto"
+    """Memory the plan may count on; auto = the device table's figure."""
     hbm_tb_s: Positive | Literal["auto"] = "auto"
     """Read bandwidth used for floors, 1e12 bytes/s; auto = the device table's measured figure."""
 

@@ -8,9 +8,9 @@ from functools import cache
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from annotated_types import Ge, Gt, Le
+from annotated_types import Ge, Gt
 
-_BOUNDS: tuple[tuple[type, str, str], ...] = ((Ge, ">=", "ge"), (Gt, ">", "gt"), (Le, "<=", "le"))
+_BOUNDS: tuple[tuple[type, str, str], ...] = ((Ge, ">=", "ge"), (Gt, ">", "gt"))
 _WORDS = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
 
 
@@ -74,7 +74,7 @@ def _describe_one(kind: Any) -> str:
     if get_origin(inner) is Literal:
         return ", ".join(str(word) for word in get_args(inner))
     if get_origin(inner) is tuple:
-        return f"a list of items, each {describe(get_args(inner)[0])}"
+        return f"a list, each item {describe(get_args(inner)[0])}"
     if inner is NoneType:
         return "null"
     if section_of(inner):

@@ -1,0 +1,153 @@
+"""The ``epdecode`` command: what surrounds a run. torch is not imported here."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from epdecode.config import Config
+from epdecode.config_load import (
+    configs_dir,
+    digest,
+    find_preset,
+    load_config,
+    load_model,
+    resolved_yaml,
+)
+from epdecode.errors import Exit, UserError
+from epdecode.models import ModelShape
+
+# Commands with modules of their own: name -> ("module:typer app or function", line in the help).
+COMMANDS: dict[str, tuple[str, str]] = {}
+
+app = typer.Typer(
+    help="Size, check and examine runs of the MoE decode layer. The run itself is started with "
+    "`torchrun --nproc-per-node N -m epdecode.run --config X`.",
+    epilog="Exit codes: 0 ok, 1 a bug here, 2 config or command line, 3 environment.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+ConfigOption = Annotated[
+    str | None,
+    typer.Option("--config", "-c", help="A YAML file or a preset's name. Default: cpu-tiny."),
+]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[KEY=VALUE]...", help="Overrides, such as batch.tokens_per_rank=64."),
+]
+
+
+@app.command(epilog="Example: epdecode validate -c my.yaml transport.wire=bf16")
+def validate(
+    config: ConfigOption = None,
+    overrides: Overrides = None,
+    show: Annotated[bool, typer.Option("--print", help="Print the resolved config.")] = False,
+) -> None:
+    """Check a config and its model; report every mistake at once (exit code 2)."""
+    loaded, model = _load(config, overrides)
+    if show:
+        typer.echo(resolved_yaml(loaded, find_preset(config)), nl=False)
+        return
+    typer.echo(f"{find_preset(config)}: ok, digest {digest(loaded, model)[:8]}")
+
+
+@app.command(epilog="Example: epdecode plan -c deepseek_v3-h200x8-deepep_ll --world-size 8 --json")
+def plan(
+    config: ConfigOption = None,
+    overrides: Overrides = None,
+    world_size: Annotated[int, typer.Option("--world-size", "-n", min=1, help="Ranks.")] = 1,
+    ranks_per_gpu: Annotated[int, typer.Option(min=1, help="Ranks that share a GPU.")] = 1,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> None:
+    """Placement, buffer bytes, memory and floors of a run, without a GPU; checks every limit."""
+    from epdecode.plan import make_plan, render, to_json
+
+    loaded, model = _load(config, overrides)
+    made = make_plan(loaded, model, world_size, ranks_per_gpu=ranks_per_gpu)
+    typer.echo(json.dumps(to_json(made), indent=2, allow_nan=False) if as_json else render(made))
+
+
+@app.command(epilog="Example: epdecode presets")
+def presets() -> None:
+    """List the configs that come with epdecode, one line each."""
+    files = sorted(configs_dir().glob("*.yaml"))
+    width = max((len(file.stem) for file in files), default=0)
+    for file in files:
+        typer.echo(f"{file.stem:{width}}  {_summary(file)}")
+
+
+@app.command(epilog="Example: epdecode schema > configs/schema.json")
+def schema(
+    markdown: Annotated[
+        bool, typer.Option("--markdown", help="Print docs/config.md instead of the JSON Schema.")
+    ] = False,
+) -> None:
+    """Print the JSON Schema of a config, for editors."""
+    from epdecode.config_docs import config_markdown, schema_text
+
+    typer.echo(config_markdown() if markdown else schema_text(), nl=False)
+
+
+def add_command(name: str, target: str, line: str) -> None:
+    """Add a command whose module is imported only when it is called, help included."""
+
+    def command(context: typer.Context) -> None:
+        real = _typer_app(target)
+        code = real(args=context.args, prog_name=f"epdecode {name}", standalone_mode=False)
+        if isinstance(code, int):
+            raise typer.Exit(code)
+
+    settings = {"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []}
+    app.command(name, help=line, context_settings=settings)(command)
+
+
+for _name, (_target, _line) in COMMANDS.items():
+    add_command(_name, _target, _line)
+
+
+def main() -> None:
+    """Run the command line; a UserError ends with its message and exit code, not a traceback."""
+    try:
+        app(prog_name="epdecode")
+    except UserError as error:
+        sys.stderr.write(f"epdecode: {error}\n")
+        sys.exit(error.exit_code)
+    except BrokenPipeError:
+        # The reader (head, less) has gone: not an error, and nothing may be written any more.
+        sys.stderr.close()
+        sys.exit(Exit.OK)
+
+
+def _typer_app(target: str) -> typer.Typer:
+    module, _, attribute = target.partition(":")
+    real = getattr(importlib.import_module(module), attribute)
+    if isinstance(real, typer.Typer):
+        return real
+    single = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    single.command()(real)
+    return single
+
+
+def _load(config: str | None, overrides: list[str] | None) -> tuple[Config, ModelShape]:
+    loaded = load_config(config, overrides or ())
+    return loaded, load_model(loaded.model, near=find_preset(config))
+
+
+def _summary(file: Path) -> str:
+    """The first comment of a preset that is not the editor's."""
+    for line in file.read_text(encoding="utf-8").splitlines():
+        if line.startswith("# ") and not line.startswith("# yaml-language-server"):
+            return line.removeprefix("# ")
+    return ""
+
+
+if __name__ == "__main__":
+    main()
