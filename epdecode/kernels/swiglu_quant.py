@@ -1,0 +1,216 @@
+"""SiLU(gate) * up and FP8 quantisation in one pass over valid rows, scales in the GEMM's layout.
+
+The grid walks (valid row, chunk of groups) pairs, found from the counts on the device: its speed
+follows the rows there are, whatever the capacity and however skewed the load.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from epdecode.batch import Fp8Rows
+from epdecode.kernels.checks import check, check_counts, check_scales
+from epdecode.kernels.fp8 import (
+    ScaleFormat,
+    mn_major_scales,
+    num_groups,
+    quantize_ref,
+    scale_words,
+)
+from epdecode.kernels.launch import persistent_programs, power_of_two
+from epdecode.kernels.quant_math import quantize_groups, silu_mul, silu_mul_ref
+from epdecode.kernels.valid_rows import find_row, row_ends, valid_rows_ref
+
+CHUNK = 4
+"""Groups one step of a program takes: 512 values, 4 a lane of 4 warps."""
+
+
+@triton.jit
+def _swiglu_quant_kernel(
+    gate_up,
+    counts,
+    data,
+    scales,
+    num_experts,
+    capacity,
+    scale_expert_stride,
+    scale_word_stride,
+    SIZE: tl.constexpr,
+    GROUPS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
+    UE8M0: tl.constexpr,
+):
+    WIDTH: tl.constexpr = (GROUPS + 3) // 4 * 4 if UE8M0 else GROUPS
+    CHUNKS: tl.constexpr = (WIDTH + CHUNK - 1) // CHUNK
+    count, ends = row_ends(counts, num_experts, capacity, EXPERTS)
+    items = tl.sum(count, 0) * CHUNKS
+    item = tl.program_id(0)
+    while item < items:
+        row, scale_row = find_row(
+            item // CHUNKS, count, ends, capacity, scale_expert_stride, ALIGNMENT
+        )
+        group = (item % CHUNKS) * CHUNK + tl.arange(0, CHUNK)
+        column = group[:, None] * 128 + tl.arange(0, 128)[None, :]
+        real = (group < GROUPS)[:, None]
+        source = gate_up + row * (2 * SIZE) + column
+        gate = tl.load(source, mask=real, other=0.0).to(tl.float32)
+        up = tl.load(source + SIZE, mask=real, other=0.0).to(tl.float32)
+        value, scale = quantize_groups(silu_mul(gate, up), UE8M0)
+        tl.store(data + row * SIZE + column, value, mask=real)
+        if UE8M0:
+            # Four exponents share a word; each is a byte of its own, so no lane waits for another.
+            byte = (scale_row + (group // 4) * scale_word_stride) * 4 + group % 4
+            exponent = tl.where(group < GROUPS, scale, 0)
+            tl.store(scales.to(tl.pointer_type(tl.uint8)) + byte, exponent, mask=group < WIDTH)
+        else:
+            tl.store(scales + scale_row + group * scale_word_stride, scale, mask=group < GROUPS)
+        item += tl.num_programs(0)
+
+
+def swiglu_quant(
+    gate_up: torch.Tensor,
+    counts: torch.Tensor,
+    out: Fp8Rows,
+    scale_format: ScaleFormat = "fp32",
+) -> Fp8Rows:
+    """gate_up bfloat16 [E, M, 2I], gate half first; counts int32 [E] -> ``out``, valid rows only.
+
+    out: e4m3 [E, M, I] with scales MN-major, float32 [E, M, I/128] or packed UE8M0 int32
+    [E, M, ceil(I/512)], see ``empty_out``. Raises ConfigError for shapes, types or strides.
+    """
+    check(gate_up.dim() == 3, "swiglu_quant", "gate_up's rank", gate_up.dim(), "3: [E, M, 2I]")
+    return _run(gate_up, counts, out, scale_format, 0)
+
+
+def swiglu_quant_packed(
+    gate_up: torch.Tensor,
+    counts: torch.Tensor,
+    alignment: int,
+    out: Fp8Rows,
+    scale_format: ScaleFormat = "fp32",
+) -> Fp8Rows:
+    """The same over gate_up [R, 2I] sorted by expert, blocks at multiples of ``alignment`` rows.
+
+    out: e4m3 [R, I], scales [R, I/128] or [R, ceil(I/512)], MN-major. Gaps are not written.
+    """
+    check(gate_up.dim() == 2, "swiglu_quant_packed", "gate_up's rank", gate_up.dim(), "2: [R, 2I]")
+    check(alignment > 0, "swiglu_quant_packed", "alignment", alignment, "1 or more rows")
+    return _run(gate_up, counts, out, scale_format, alignment)
+
+
+def _run(
+    gate_up: torch.Tensor,
+    counts: torch.Tensor,
+    out: Fp8Rows,
+    scale_format: ScaleFormat,
+    alignment: int,
+) -> Fp8Rows:
+    capacity, double = gate_up.shape[-2:]
+    groups = _check(gate_up, counts, out, scale_format)
+    items = gate_up.shape[:-1].numel() * -(-groups // CHUNK)
+    if items == 0 or counts.numel() == 0:
+        return out
+    scales = out.scales
+    grid = (persistent_programs(gate_up.device, 8, items),)
+    _swiglu_quant_kernel[grid](
+        gate_up,
+        counts,
+        out.data,
+        scales,
+        counts.numel(),
+        capacity,
+        0 if alignment else scales.stride(0),
+        scales.stride(-1),
+        SIZE=double // 2,
+        GROUPS=groups,
+        CHUNK=CHUNK,
+        EXPERTS=power_of_two(counts.numel()),
+        ALIGNMENT=alignment,
+        UE8M0=scale_format == "ue8m0",
+        num_warps=4,
+    )
+    return out
+
+
+def _check(
+    gate_up: torch.Tensor, counts: torch.Tensor, out: Fp8Rows, scale_format: ScaleFormat
+) -> int:
+    """Groups per row, after every refusal."""
+    op = "swiglu_quant"
+    double = gate_up.shape[-1]
+    check(double % 2 == 0, op, "gate_up's last dimension", double, "even: gate and up halves")
+    groups = num_groups(double // 2, "expert size (half of gate_up's last dimension)")
+    check(gate_up.dtype == torch.bfloat16, op, "gate_up's dtype", gate_up.dtype, "bfloat16")
+    check(gate_up.is_contiguous(), op, "gate_up's stride", gate_up.stride(), "contiguous")
+    rows = (*gate_up.shape[:-1], double // 2)
+    check(tuple(out.data.shape) == rows, op, "out.data's shape", tuple(out.data.shape), str(rows))
+    check(out.data.is_contiguous(), op, "out.data's stride", out.data.stride(), "contiguous")
+    check_counts(op, counts, gate_up)
+    check_scales(op, out.scales, (*rows[:-1], scale_words(groups, scale_format)), scale_format)
+    return groups
+
+
+def empty_out(
+    num_experts: int,
+    capacity: int,
+    expert_size: int,
+    scale_format: ScaleFormat = "fp32",
+    device: torch.device | str = "cuda",
+) -> Fp8Rows:
+    """Output buffers for ``swiglu_quant``: e4m3 [E, M, I] uninitialised, MN-major scales of one."""
+    groups = num_groups(expert_size, "expert size")
+    shape = (num_experts, capacity, expert_size)
+    data = torch.empty(shape, dtype=torch.float8_e4m3fn, device=device)
+    return Fp8Rows(data, mn_major_scales(num_experts, capacity, groups, scale_format, device))
+
+
+def empty_out_packed(
+    num_rows: int,
+    expert_size: int,
+    scale_format: ScaleFormat = "fp32",
+    device: torch.device | str = "cuda",
+) -> Fp8Rows:
+    """Output buffers for ``swiglu_quant_packed``: e4m3 [R, I] and MN-major scales of one."""
+    out = empty_out(1, num_rows, expert_size, scale_format, device)
+    return Fp8Rows(out.data[0], out.scales[0])
+
+
+def swiglu_quant_ref(
+    gate_up: torch.Tensor,
+    counts: torch.Tensor,
+    out: Fp8Rows,
+    scale_format: ScaleFormat = "fp32",
+) -> Fp8Rows:
+    """``swiglu_quant`` in plain torch, row for row; synchronises with the host."""
+    return _run_ref(gate_up, counts, out, scale_format, 0)
+
+
+def swiglu_quant_packed_ref(
+    gate_up: torch.Tensor,
+    counts: torch.Tensor,
+    alignment: int,
+    out: Fp8Rows,
+    scale_format: ScaleFormat = "fp32",
+) -> Fp8Rows:
+    """``swiglu_quant_packed`` in plain torch."""
+    return _run_ref(gate_up, counts, out, scale_format, alignment)
+
+
+def _run_ref(
+    gate_up: torch.Tensor,
+    counts: torch.Tensor,
+    out: Fp8Rows,
+    scale_format: ScaleFormat,
+    alignment: int,
+) -> Fp8Rows:
+    _check(gate_up, counts, out, scale_format)
+    row, expert, inner = valid_rows_ref(counts, gate_up.shape[-2], alignment)
+    gate, up = gate_up.flatten(0, -2)[row].float().chunk(2, dim=-1)
+    rows = quantize_ref(silu_mul_ref(gate, up), scale_format)
+    out.data.flatten(0, -2).view(torch.uint8)[row] = rows.data.view(torch.uint8)
+    out.scales[(row,) if alignment else (expert, inner)] = rows.scales
+    return out
