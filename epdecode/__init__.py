@@ -1,0 +1,1 @@
+"""The decode-time MoE layer of large models under expert parallelism, without a serving engine."""
