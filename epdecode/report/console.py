@@ -66,7 +66,7 @@ def _stage_table(result: Result) -> Table:
     timing = result.timing
     assert timing is not None, "the caller has looked"
     floor = bool(result.floors or result.layer_floor)
-    table = Table(title="microseconds in one layer", title_justify="left", pad_edge=False)
+    table = Table(title="microseconds in one layer, all ranks", title_justify="left")
     table.add_column("stage", no_wrap=True)
     for name in ("p50", "p90", "p99", "share") + (("floor", "reached") if floor else ()):
         table.add_column(name, justify="right", no_wrap=True)
@@ -150,7 +150,7 @@ def _outcome_facts(result: Result) -> dict[str, str]:
 
 
 def _memory_table(result: Result) -> Table:
-    table = Table(title="memory, MiB, fullest rank", title_justify="left", pad_edge=False)
+    table = Table(title="memory, MiB, fullest rank", title_justify="left")
     table.add_column("category")
     table.add_column("planned", justify="right")
     table.add_column("peak", justify="right")
