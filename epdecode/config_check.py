@@ -166,11 +166,13 @@ def _shown(node: Node) -> str:
 def _hint(kind: Any, node: Node) -> str:
     """What most likely went wrong."""
     value, words = node.value, literals(kind)
-    if isinstance(value, bool | int | float) and (words or accepts(kind, str)):
-        what = "true or false" if isinstance(value, bool) else "a number"
+    numeric = accepts(kind, int) or accepts(kind, float)
+    is_bool = isinstance(value, bool)
+    is_number = isinstance(value, int | float) and not is_bool and not numeric
+    if (is_bool or is_number) and (words or accepts(kind, str)):
+        what = "true or false" if is_bool else "a number"
         return f"; YAML reads an unquoted {node.raw} as {what}: quote it if text was meant"
     if isinstance(value, str):
-        numeric = accepts(kind, int) or accepts(kind, float)
         if numeric and not node.plain:
             return "; leave the quotes out"
         if numeric and ":" in value:
@@ -187,9 +189,16 @@ def _hint(kind: Any, node: Node) -> str:
 def _breaches(root: Node, value: Any, rules: Rules, bad: set[str]) -> Iterator[Problem]:
     """Broken rules, but for those that rest on a value already reported."""
     for breach in rules(value):
-        if bad.isdisjoint((breach.key, *breach.others)):
+        if not any(_rests_on(key, bad) for key in (breach.key, *breach.others)):
             place = _place(root, breach.key)
             yield Problem(place, f"{breach.key}: got {breach.got}, accepted: {breach.accepted}")
+
+
+def _rests_on(key: str, bad: set[str]) -> bool:
+    """Whether a key, one of its items or its section is among the bad ones."""
+    return any(f"{other}.".startswith((f"{key}.", f"{key}[")) for other in bad) or any(
+        key.startswith(f"{other}.") for other in bad
+    )
 
 
 def _place(root: Node, dotted: str) -> Place:

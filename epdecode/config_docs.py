@@ -16,6 +16,7 @@ from annotated_types import Ge, Gt
 
 from epdecode.config import Config
 from epdecode.config_types import describe, hints, members, section_of, strip
+from epdecode.models import ModelShape
 
 _KEYWORDS: tuple[tuple[type, str, str], ...] = (
     (Ge, "ge", "minimum"),
@@ -125,18 +126,19 @@ def _default(field: dataclasses.Field[Any]) -> dict[str, Any]:
 def config_markdown() -> str:
     """``docs/config.md`` as it is shipped."""
     lines = [_INTRO.strip(), ""]
-    for title, cls, rows in _sections():
+    for title, cls, rows in (
+        *_sections(Config, "Top level"),
+        *_sections(ModelShape, "Model files"),
+    ):
         lines += [f"## {title}", "", inspect.getdoc(cls) or "", ""]
         lines += ["| Key | Default | Accepts | Meaning |", "|---|---|---|---|", *rows, ""]
     return "\n".join(lines)
 
 
-def _sections() -> Iterator[tuple[str, type, list[str]]]:
-    top = [
-        field for field in dataclasses.fields(Config) if not section_of(hints(Config)[field.name])
-    ]
-    yield "Top level", Config, [_row(Config, field, "") for field in top]
-    for name, kind in hints(Config).items():
+def _sections(cls: type, title: str) -> Iterator[tuple[str, type, list[str]]]:
+    top = [field for field in dataclasses.fields(cls) if not section_of(hints(cls)[field.name])]
+    yield title, cls, [_row(cls, field, "") for field in top]
+    for name, kind in hints(cls).items():
         if section := section_of(kind):
             rows = [_row(section, field, f"{name}.") for field in dataclasses.fields(section)]
             yield f"`{name}`", section, rows
@@ -144,6 +146,11 @@ def _sections() -> Iterator[tuple[str, type, list[str]]]:
 
 def _row(cls: type, field: dataclasses.Field[Any], prefix: str) -> str:
     accepted = describe(hints(cls)[field.name]).replace("|", "\\|")
-    default = json.dumps(_default(field).get("default")).strip('"')
+    default = f"`{_yaml(field.default)}`" if _default(field) else "required"
     text = re.sub(r"``(.+?)``", r"`\1`", field_docs(cls).get(field.name, "")).replace("|", "\\|")
-    return f"| `{prefix}{field.name}` | `{default}` | {accepted} | {text} |"
+    return f"| `{prefix}{field.name}` | {default} | {accepted} | {text} |"
+
+
+def _yaml(default: Any) -> str:
+    """A default as one would write it in a file."""
+    return default if isinstance(default, str) else json.dumps(default)

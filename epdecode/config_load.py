@@ -131,11 +131,13 @@ _Dumper.add_representer(str, _represent_str)
 
 def _canonical(value: Any) -> Any:
     """``value`` with lists for tuples, and 2 for 2.0: a default and its written form are one."""
+    if isinstance(value, float) and value.is_integer() and value < 1e15:
+        return int(value)
     if isinstance(value, dict):
         return {key: _canonical(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_canonical(item) for item in value]
-    return int(value) if isinstance(value, float) and value.is_integer() else value
+    return value
 
 
 def _is_file(path: Path) -> bool:

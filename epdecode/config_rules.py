@@ -40,6 +40,10 @@ def config_rules(config: Config) -> Iterator[Breach]:
 def model_rules(model: ModelShape) -> Iterator[Breach]:
     """What a model shape breaks."""
     router, experts = model.router, model.num_experts
+    layers = list(model.moe_layers)
+    if layers and (layers != sorted(set(layers)) or len(layers) != model.num_moe_layers):
+        accepted = f"num_moe_layers = {model.num_moe_layers} ascending numbers, or none"
+        yield Breach("moe_layers", layers, accepted, ("num_moe_layers",))
     if model.top_k > experts:
         yield Breach("top_k", model.top_k, f"up to num_experts = {experts}")
     if experts % router.n_group:
