@@ -1,0 +1,170 @@
+"""EagerStep and GraphStep: the whole loop of layers as one call over padded static inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from epdecode.batch import Mark, no_mark
+from epdecode.clock import Clock, Recorder
+from epdecode.errors import UserError
+from epdecode.layer import LayerTrace, MoELayer
+
+
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """Static inputs of a step, at the size of the largest bucket; a bucket uses the first rows.
+
+    hidden: bfloat16 [B, H]; num_tokens: int32 [1]; forced: per layer (ids int64 [B, K], weights
+    float32 [B, K]) when routes are given from outside, else empty.
+    """
+
+    hidden: torch.Tensor
+    num_tokens: torch.Tensor
+    forced: tuple[tuple[torch.Tensor, torch.Tensor], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StepBatch:
+    """One rank's tokens of one step, on the device: hidden [n, H] and a route per layer or none."""
+
+    hidden: torch.Tensor
+    forced: tuple[tuple[torch.Tensor, torch.Tensor], ...] = ()
+
+
+def fill(inputs: StepInputs, batch: StepBatch, bucket: int) -> None:
+    """Bring a batch into the static inputs; padded rows get zeros and expert id -1."""
+    tokens = batch.hidden.shape[0]
+    inputs.hidden[:tokens].copy_(batch.hidden)
+    inputs.hidden[tokens:bucket].zero_()
+    inputs.num_tokens.fill_(tokens)
+    for (ids, weights), (new_ids, new_weights) in zip(inputs.forced, batch.forced, strict=True):
+        ids[:tokens].copy_(new_ids)
+        ids[tokens:bucket].fill_(-1)
+        weights[:tokens].copy_(new_weights)
+
+
+def choose_bucket(buckets: Sequence[int], most_tokens: int) -> int:
+    """The smallest bucket that holds the largest rank's tokens.
+
+    Raises UserError when none does.
+    """
+    for bucket in buckets:
+        if bucket >= most_tokens:
+            return bucket
+    raise UserError(f"a batch of {most_tokens} tokens; the largest bucket is {max(buckets)}")
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """hidden: bfloat16 [bucket, H] after the last layer; traces: one a layer."""
+
+    hidden: torch.Tensor
+    traces: tuple[LayerTrace, ...]
+
+
+class Step(Protocol):
+    """Runs all layers on the static inputs."""
+
+    inputs: StepInputs
+
+    def __call__(self, bucket: int) -> StepOutput:
+        """Enqueue the step of this bucket; its outputs are overwritten by its next call."""
+        ...
+
+    def instrumented(self, bucket: int) -> tuple[StepOutput, Recorder]:
+        """The same step with stage stamps."""
+        ...
+
+
+def run_layers(
+    layers: Sequence[MoELayer], inputs: StepInputs, bucket: int, mark: Mark
+) -> StepOutput:
+    """All layers in order: hidden states evolve from one to the next."""
+    hidden = inputs.hidden[:bucket]
+    traces = []
+    for layer in layers:
+        hidden, trace = layer(hidden, inputs.num_tokens, mark)
+        traces.append(trace)
+    return StepOutput(hidden, tuple(traces))
+
+
+class EagerStep:
+    """Every kernel launched from the host."""
+
+    kind = "eager"
+
+    def __init__(self, layers: Sequence[MoELayer], inputs: StepInputs, clock: Clock) -> None:
+        self.inputs = inputs
+        self._layers = layers
+        self._clock = clock
+
+    def __call__(self, bucket: int) -> StepOutput:
+        """See Step."""
+        return run_layers(self._layers, self.inputs, bucket, no_mark)
+
+    def instrumented(self, bucket: int) -> tuple[StepOutput, Recorder]:
+        """See Step."""
+        recorder = self._clock.recorder()
+        recorder.start()
+        return run_layers(self._layers, self.inputs, bucket, recorder.mark), recorder
+
+
+@dataclass(frozen=True, slots=True)
+class _Captured:
+    graph: torch.cuda.CUDAGraph
+    output: StepOutput
+    recorder: Recorder
+
+
+class GraphStep:
+    """One CUDA graph a bucket, plain and instrumented, in one memory pool.
+
+    Capture the largest bucket first, so that the smaller ones reuse its memory. Every layer makes
+    two low-latency calls, so each graph holds an even number of them and the halves of DeepEP's
+    buffer stand as they stood before.
+    """
+
+    kind = "graph"
+
+    def __init__(
+        self,
+        layers: Sequence[MoELayer],
+        inputs: StepInputs,
+        clock: Clock,
+        buckets: Sequence[int],
+    ) -> None:
+        self.inputs = inputs
+        self._layers = layers
+        self._clock = clock
+        self._pool = torch.cuda.graph_pool_handle()
+        self._plain: dict[int, _Captured] = {}
+        self._stamped: dict[int, _Captured] = {}
+        for bucket in sorted(buckets, reverse=True):
+            self._plain[bucket] = self._capture(bucket, stamped=False)
+            self._stamped[bucket] = self._capture(bucket, stamped=True)
+
+    def _capture(self, bucket: int, *, stamped: bool) -> _Captured:
+        graph = torch.cuda.CUDAGraph()
+        recorder = self._clock.recorder()
+        with torch.cuda.graph(graph, pool=self._pool):
+            if stamped:
+                recorder.start()
+            mark = recorder.mark if stamped else no_mark
+            output = run_layers(self._layers, self.inputs, bucket, mark)
+        return _Captured(graph, output, recorder)
+
+    def __call__(self, bucket: int) -> StepOutput:
+        """See Step."""
+        captured = self._plain[bucket]
+        captured.graph.replay()
+        return captured.output
+
+    def instrumented(self, bucket: int) -> tuple[StepOutput, Recorder]:
+        """See Step."""
+        captured = self._stamped[bucket]
+        captured.graph.replay()
+        return captured.output, captured.recorder

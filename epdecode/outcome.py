@@ -1,0 +1,229 @@
+"""One rank's samples -> the run's Result, with every rank's figures in it. Collective."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+
+import torch
+
+from epdecode.build import Runtime
+from epdecode.floors import stage_floors, weight_floor_us
+from epdecode.loop import Timed
+from epdecode.plan import Plan, to_json
+from epdecode.provenance import make_provenance
+from epdecode.result import (
+    ExpertLoad,
+    Floor,
+    MemoryUse,
+    Method,
+    Result,
+    StepCounts,
+    Timing,
+    Verification,
+)
+from epdecode.result_json import withhold_speed
+from epdecode.session import Setup
+from epdecode.timing import build_throughput, build_timing
+from epdecode.world import World
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What one rank brings home from the loop."""
+
+    timed: Timed
+    kind: str
+    """eager or graph, as the steps really ran."""
+    first_call_us: float
+    verification: Verification | None
+    started_utc: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Load:
+    """Received rows, means over layers and steps."""
+
+    summary: ExpertLoad
+    busiest_rows: float
+    """Rows of the busiest rank."""
+    experts_hit: float
+    """Experts with a row on the rank that has most of them."""
+
+
+def make_result(name: str, setup: Setup, runtime: Runtime, measured: Measured) -> Result:
+    """The document; the same on every rank."""
+    plan, world = setup.plan, runtime.world
+    timing = _timing(plan, world, measured.timed)
+    load = _load(world, measured.timed)
+    first = max(float(v) for v in world.gather(torch.tensor([measured.first_call_us]).double()))
+    result = Result(
+        status=_status(measured.verification),
+        name=name,
+        config=asdict(setup.config),
+        config_digest=setup.digest,
+        plan=_plain(to_json(plan)),
+        provenance=make_provenance(world, measured.started_utc),
+        method=_method(setup, measured),
+        timing=timing,
+        first_call_us=first or None,
+        throughput=build_throughput(measured.timed.tokens / len(measured.timed.plain), timing),
+        layer_floor=_layer_floor(plan, load, timing),
+        floors=_floors(plan, measured.timed, load, timing),
+        expert_load=load.summary,
+        memory=_memory(runtime),
+        step_counts=_step_counts(measured),
+        verification=measured.verification,
+        warnings=_warnings(setup),
+    )
+    return withhold_speed(result) if plan.shared_gpu else result
+
+
+def _status(verification: Verification | None) -> str:
+    return "wrong" if verification and not verification.passed else "passed"
+
+
+def _method(setup: Setup, measured: Measured) -> Method:
+    plan, run = setup.plan, setup.config.run
+    return Method(
+        world_size=plan.world_size,
+        layers=plan.layers,
+        tokens_per_rank=plan.tokens_per_rank,
+        transport=plan.transport.name,
+        wire=plan.transport.wire,
+        experts=plan.experts.name,
+        graph=measured.kind == "graph",
+        warmup_steps=run.warmup_steps,
+        steps=run.steps,
+        clock="cuda_event" if setup.device.type == "cuda" else "host",
+        cache="cold" if plan.layers > 1 else "hot",
+        shared_gpu=plan.shared_gpu,
+    )
+
+
+def _timing(plan: Plan, world: World, timed: Timed) -> Timing:
+    names = list(timed.stages)
+    rows = [timed.plain, timed.instrumented, *(timed.stages[name] for name in names)]
+    everyone = world.gather(torch.tensor(rows, dtype=torch.float64))
+    plain = {rank: table[0].tolist() for rank, table in enumerate(everyone)}
+    stamped = {rank: table[1].tolist() for rank, table in enumerate(everyone)}
+    stages = {
+        rank: {name: table[2 + index].tolist() for index, name in enumerate(names)}
+        for rank, table in enumerate(everyone)
+    }
+    return build_timing(plain, plan.layers, stamped, stages)
+
+
+def _load(world: World, timed: Timed) -> _Load:
+    mine = torch.stack(timed.load).double()
+    ranks = torch.stack(world.gather(mine))
+    by_expert = ranks.transpose(0, 1).flatten(1)
+    by_rank = ranks.sum(2).T
+    mean = float(by_expert.mean())
+    return _Load(
+        summary=ExpertLoad(
+            max=float(by_expert.amax(1).mean()),
+            mean=mean,
+            imbalance=_ratio(by_expert),
+            rank_imbalance=_ratio(by_rank),
+        ),
+        busiest_rows=float(by_rank.amax(1).mean()),
+        experts_hit=float((ranks > 0).sum(2).amax(0).double().mean()),
+    )
+
+
+def _ratio(loads: torch.Tensor) -> float:
+    """Mean over steps of max / mean; 1 where a step had no rows at all."""
+    means = loads.mean(1)
+    ratios = torch.where(means > 0, loads.amax(1) / means, torch.ones_like(means))
+    return float(ratios.mean())
+
+
+def _floors(plan: Plan, timed: Timed, load: _Load, timing: Timing) -> dict[str, Floor]:
+    if plan.device is None:
+        return {}
+    made = stage_floors(
+        plan.model,
+        tokens=timed.tokens / len(timed.plain) / plan.world_size,
+        rows=load.busiest_rows,
+        experts_hit=load.experts_hit,
+        wire_fp8=plan.transport.wire == "fp8",
+        shared_wire=plan.world_size == plan.ranks_per_gpu,
+        device=plan.device,
+    )
+    floors = {}
+    for stage, floor in made.items():
+        measured = timing.stages.get(stage)
+        if floor.floor_us is None or measured is None:
+            continue
+        floors[stage] = Floor(
+            bytes=floor.bytes,
+            flops=floor.flops,
+            floor_us=floor.floor_us,
+            fraction=floor.floor_us / measured.p50 if measured.p50 > 0 else None,
+        )
+    return floors
+
+
+def _layer_floor(plan: Plan, load: _Load, timing: Timing) -> Floor | None:
+    """The routed layer's floor: weights of the experts hit, streamed once."""
+    floor = weight_floor_us(plan.model, load.experts_hit, plan.device)
+    if floor is None or plan.device is None:
+        return None
+    return Floor(
+        bytes=round(floor * plan.device.hbm_bytes_s / 1e6),
+        flops=round(6 * load.busiest_rows * plan.model.hidden * plan.model.expert_size),
+        floor_us=floor,
+        fraction=floor / timing.layer.p50,
+    )
+
+
+def _memory(runtime: Runtime) -> dict[str, MemoryUse]:
+    """Planned bytes, and what was really taken, on the fullest rank; by category and in total."""
+    plan, world = runtime.plan, runtime.world
+    peaks = dict(runtime.memory) if world.device.type == "cuda" else {}
+    if world.device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(world.device)
+        peaks["total"] = (total - free) // plan.ranks_per_gpu
+    names = sorted(peaks)
+    values = torch.tensor([[float(peaks[name]) for name in names]], dtype=torch.float64)
+    most = torch.cat(world.gather(values)).amax(0).tolist()
+    peak = {name: int(value) for name, value in zip(names, most, strict=True)}
+    planned = {**plan.memory, "total": plan.memory_bytes}
+    return {
+        name: MemoryUse(planned=size, peak=peak.get(name)) for name, size in planned.items()
+    }
+
+
+def _step_counts(measured: Measured) -> StepCounts:
+    done = len(measured.timed.plain) + len(measured.timed.instrumented)
+    graph = done if measured.kind == "graph" else 0
+    return StepCounts(graph=graph, eager=done - graph, skipped=0)
+
+
+def _warnings(setup: Setup) -> tuple[str, ...]:
+    warnings = []
+    if setup.config.run.warmup_steps == 0:
+        warnings.append("run.warmup_steps is 0: the first timed steps hold lazy loading")
+    if setup.device.type == "cuda" and setup.plan.layers == 1:
+        warnings.append("one layer: its weights may stay in L2 between steps; use two or more")
+    if not setup.config.run.verify:
+        warnings.append("run.verify is off: nobody looked at the numbers")
+    return tuple(warnings)
+
+
+def _plain(value: object) -> dict[str, object]:
+    """Tuples to lists, infinities refused: what JSON can hold."""
+    made = _jsonable(value)
+    assert isinstance(made, dict)
+    return made
+
+
+def _jsonable(value: object) -> object:
+    if isinstance(value, dict):
+        return {str(key): _jsonable(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_jsonable(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError("a plan holds finite figures only")
+    return value

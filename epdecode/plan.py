@@ -1,0 +1,290 @@
+"""(Config, model, world size) -> Plan: everything that follows from what the user wrote. Pure.
+
+Placement, buckets, buffer bytes, queue pairs, memory, floors; every limit is checked here, before
+any process group or allocation, and every broken rule is reported at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from epdecode import limits, memory
+from epdecode.config import Config
+from epdecode.errors import ConfigError
+from epdecode.floors import Floor, expected_hit, stage_floors, weight_floor_us
+from epdecode.hardware import Device, resolve_device
+from epdecode.models import ModelShape
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransportPlan:
+    """What the transport is built with."""
+
+    name: str
+    wire: str
+    rdma_bytes: int
+    """From the formula; on a GPU the library's hint is used and both are recorded."""
+    num_qps: int
+    qp_depth: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertsPlan:
+    """What the experts member is built with."""
+
+    name: str
+    scale_format: str
+    fused_activation: bool
+    fused_quant_layout: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """Everything that follows from a config, a model and a world size."""
+
+    model: ModelShape
+    """The effective shape: with parallel.stand_in_ep, num_experts is this world's share."""
+    layers: int
+    world_size: int
+    ranks_per_gpu: int
+    num_experts: int
+    num_local_experts: int
+    max_tokens: int
+    """Rows one rank may dispatch in a step."""
+    capacity: int
+    """Rows one expert can receive: world_size * max_tokens."""
+    buckets: tuple[int, ...]
+    tokens_per_rank: int
+    transport: TransportPlan
+    experts: ExpertsPlan
+    graph_enabled: bool
+    device: Device | None
+    memory: dict[str, int]
+    """Bytes a rank takes, by category."""
+    floors: dict[str, Floor]
+    """Per stage, one layer, one rank, at tokens_per_rank and uniform routing."""
+    weight_floor_us: float | None
+    chosen: dict[str, str]
+    """Whatever ``auto`` became, and why."""
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes one rank takes."""
+        return sum(self.memory.values())
+
+    @property
+    def shared_gpu(self) -> bool:
+        """Ranks share a GPU: times then mean nothing."""
+        return self.ranks_per_gpu > 1
+
+    def local_experts(self, rank: int) -> range:
+        """Global ids of a rank's experts: a contiguous block."""
+        return range(rank * self.num_local_experts, (rank + 1) * self.num_local_experts)
+
+
+def make_plan(
+    config: Config,
+    model: ModelShape,
+    world_size: int,
+    *,
+    found: Device | None = None,
+    ranks_per_gpu: int = 1,
+    qp_depth_set: int | None = None,
+) -> Plan:
+    """The plan, or one ConfigError that lists every rule the config breaks.
+
+    found: the GPU at hand; ranks_per_gpu: ranks that share one; qp_depth_set: NVSHMEM_QP_DEPTH
+    where the environment sets it.
+    """
+    device = resolve_device(config.hardware, found)
+    if config.transport.name == "torch_a2a" and found is None:
+        device = None
+    problems = _structure_problems(config, model, world_size)
+    if problems:
+        raise ConfigError(_report(problems))
+    shape = _effective_model(config, model, world_size)
+    request = limits.Request(
+        transport=config.transport.name,
+        wire=config.transport.wire,
+        hidden=shape.hidden,
+        expert_size=shape.expert_size,
+        top_k=shape.top_k,
+        num_experts=shape.num_experts,
+        ep=world_size,
+        max_tokens=config.transport.max_tokens_per_rank,
+        num_sms=device.num_sms if device else 132,
+        qp_depth_set=qp_depth_set,
+    )
+    problems = limits.violations(request) + _router_problems(shape)
+    if problems:
+        raise ConfigError(_report(problems))
+    plan = _assemble(config, shape, request, device, ranks_per_gpu)
+    if too_big := memory.does_not_fit(plan.memory, device, ranks_per_gpu):
+        raise ConfigError(_report([too_big]))
+    return plan
+
+
+def _assemble(
+    config: Config,
+    model: ModelShape,
+    request: limits.Request,
+    device: Device | None,
+    ranks_per_gpu: int,
+) -> Plan:
+    experts, chosen = _choose_experts(config, device)
+    num_local = request.num_experts // request.ep
+    tokens = config.batch.tokens_per_rank
+    rows = tokens * model.top_k
+    hit = expected_hit(request.num_experts, num_local, request.ep * rows)
+    low_latency = request.transport == "deepep_ll"
+    transport = TransportPlan(
+        name=request.transport,
+        wire=request.wire,
+        rdma_bytes=limits.low_latency_bytes(request.max_tokens, model.hidden, model.num_experts)
+        if low_latency
+        else 0,
+        num_qps=num_local if low_latency else 0,
+        qp_depth=_qp_depth(request) if low_latency else 0,
+    )
+    return Plan(
+        model=model,
+        layers=config.layers,
+        world_size=request.ep,
+        ranks_per_gpu=ranks_per_gpu,
+        num_experts=request.num_experts,
+        num_local_experts=num_local,
+        max_tokens=request.max_tokens,
+        capacity=request.ep * request.max_tokens,
+        buckets=config.batch.buckets,
+        tokens_per_rank=tokens,
+        transport=transport,
+        experts=experts,
+        graph_enabled=config.graph.enabled,
+        device=device,
+        memory=memory.of_rank(config, model, request, transport.rdma_bytes),
+        floors=stage_floors(
+            model,
+            tokens=tokens,
+            rows=rows,
+            experts_hit=hit,
+            wire_fp8=request.wire == "fp8",
+            shared_wire=request.ep == ranks_per_gpu,
+            device=device,
+        ),
+        weight_floor_us=weight_floor_us(model, hit, device),
+        chosen=chosen,
+    )
+
+
+def _structure_problems(config: Config, model: ModelShape, world_size: int) -> list[str]:
+    problems = []
+    ep, stand_in = config.parallel.ep, config.parallel.stand_in_ep
+    if ep not in ("auto", world_size):
+        problems.append(
+            f"parallel.ep: got {ep} with {world_size} ranks; accepted: auto or {world_size}"
+        )
+    if stand_in is not None and (
+        stand_in < world_size or stand_in % world_size or model.num_experts % stand_in
+    ):
+        problems.append(
+            f"parallel.stand_in_ep: got {stand_in} with {world_size} ranks and {model.num_experts}"
+            f" experts; accepted: a multiple of {world_size} that divides {model.num_experts}"
+        )
+    if config.layers > model.num_moe_layers:
+        problems.append(
+            f"layers: got {config.layers}; {model.name} has {model.num_moe_layers} MoE layers"
+        )
+    most = config.transport.max_tokens_per_rank
+    if (largest := max(config.batch.buckets)) > most:
+        problems.append(
+            f"batch.buckets: {largest} > transport.max_tokens_per_rank {most}; "
+            f"accepted: buckets up to {most}"
+        )
+    if config.batch.tokens_per_rank > largest:
+        problems.append(
+            f"batch.tokens_per_rank: got {config.batch.tokens_per_rank}; accepted: at most the "
+            f"largest bucket, {largest}"
+        )
+    if config.graph.enabled and config.transport.name == "torch_a2a":
+        problems.append(
+            "graph.enabled: torch_a2a goes through the host and cannot be captured in a CUDA "
+            "graph; accepted: false, or transport.name: deepep_ll"
+        )
+    return problems
+
+
+def _router_problems(model: ModelShape) -> list[str]:
+    router = model.router
+    if model.num_experts % router.n_group:
+        return [
+            f"model.router.n_group: {router.n_group} does not divide {model.num_experts} experts"
+        ]
+    reachable = model.num_experts // router.n_group * router.topk_group
+    if reachable < model.top_k:
+        return [
+            f"model.router.topk_group: {router.topk_group} of {router.n_group} groups reach "
+            f"{reachable} experts, fewer than top-k {model.top_k}"
+        ]
+    return []
+
+
+def _effective_model(config: Config, model: ModelShape, world_size: int) -> ModelShape:
+    stand_in = config.parallel.stand_in_ep
+    if stand_in is None:
+        return model
+    return replace(model, num_experts=model.num_experts // stand_in * world_size)
+
+
+def _choose_experts(config: Config, device: Device | None) -> tuple[ExpertsPlan, dict[str, str]]:
+    chosen = {}
+    name, scales = config.experts.name, config.experts.scale_format
+    gpu = config.transport.name != "torch_a2a" or device is not None
+    capability = device.capability if device else (9, 0)
+    if name == "auto":
+        name = "deepgemm" if gpu else "torch_loop"
+        chosen["experts.name"] = f"{name}: {'a GPU transport' if gpu else 'no GPU'}"
+    if scales == "auto":
+        scales = "ue8m0" if gpu and capability >= (10, 0) else "fp32"
+        chosen["experts.scale_format"] = f"{scales}: compute capability {capability}"
+    if name == "deepgemm" and scales == "ue8m0" and capability < (10, 0):
+        raise ConfigError(
+            "experts.scale_format: got ue8m0 with deepgemm on compute capability "
+            f"{capability[0]}.{capability[1]}; DeepGEMM takes packed scales from 10.0, accepted "
+            "here: fp32"
+        )
+    plan = ExpertsPlan(
+        name=name,
+        scale_format=scales,
+        fused_activation=config.experts.fused_activation,
+        fused_quant_layout=config.experts.fused_quant_layout,
+    )
+    return plan, chosen
+
+
+def _qp_depth(request: limits.Request) -> int:
+    if request.qp_depth_set is not None:
+        return request.qp_depth_set
+    needed = limits.qp_depth_needed(request.max_tokens)
+    depth = limits.QP_DEPTH_DEFAULT
+    while depth < needed:
+        depth *= 2
+    return depth
+
+
+def _report(problems: list[str]) -> str:
+    if len(problems) == 1:
+        return problems[0]
+    return f"{len(problems)} problems:\n" + "\n".join(f"  {problem}" for problem in problems)
+
+
+def to_json(plan: Plan) -> dict[str, Any]:
+    """The plan as plain data, for results and ``epdecode plan --json``."""
+    return asdict(plan)
+
+
+def render(plan: Plan) -> str:
+    """The plan as text, for ``epdecode plan`` and the log."""
+    from epdecode.report.plan_text import render_plan
+
+    return render_plan(plan)

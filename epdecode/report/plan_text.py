@@ -1,0 +1,58 @@
+"""The plan as text: what will be built, what it takes, and the least it can cost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from epdecode.plan import Plan
+
+GIB = 1 << 30
+
+
+def render_plan(plan: Plan) -> str:
+    """Aligned lines, no colour: for ``epdecode plan`` and the log."""
+    return "\n".join([*_facts(plan), "", *_memory(plan), "", *_floors(plan)])
+
+
+def _facts(plan: Plan) -> Iterator[str]:
+    model, transport = plan.model, plan.transport
+    device = plan.device.name if plan.device else "none (CPU)"
+    yield f"model       {model.name}: hidden {model.hidden}, expert size {model.expert_size}, "
+    yield f"            {model.num_experts} experts, top-{model.top_k}, {model.weight_format}"
+    yield f"ranks       {plan.world_size}, {plan.ranks_per_gpu} per device; device {device}"
+    yield f"placement   {plan.num_local_experts} experts a rank, rank r holds r*{plan.num_local_experts} and on"
+    yield f"tokens      {plan.tokens_per_rank} a rank, at most {plan.max_tokens}; one expert can receive {plan.capacity} rows"
+    yield f"buckets     {', '.join(map(str, plan.buckets))}; CUDA graphs {'on' if plan.graph_enabled else 'off'}"
+    yield f"transport   {transport.name}, {transport.wire} wire" + (
+        f", buffer {transport.rdma_bytes} bytes ({transport.rdma_bytes / GIB:.2f} GiB), "
+        f"{transport.num_qps} QPs of depth {transport.qp_depth}"
+        if transport.rdma_bytes
+        else ""
+    )
+    yield f"experts     {plan.experts.name}, {plan.experts.scale_format} scales"
+    for key, why in plan.chosen.items():
+        yield f"chosen      {key} = {why}"
+
+
+def _memory(plan: Plan) -> Iterator[str]:
+    yield "memory of a rank, worst case (every token to one rank)"
+    for name, size in sorted(plan.memory.items(), key=lambda item: -item[1]):
+        yield f"  {name:<18}{size / GIB:>9.2f} GiB"
+    total = f"  {'total':<18}{plan.memory_bytes / GIB:>9.2f} GiB"
+    if plan.device:
+        share = plan.device.memory_bytes / plan.ranks_per_gpu / GIB
+        total += f" of {share:.2f} GiB ({plan.device.name} / {plan.ranks_per_gpu})"
+    yield total
+
+
+def _floors(plan: Plan) -> Iterator[str]:
+    yield f"floors of one layer at {plan.tokens_per_rank} tokens a rank, uniform routing"
+    yield f"  {'stage':<16}{'MB':>10}{'GFLOP':>10}{'us':>10}"
+    for stage, floor in plan.floors.items():
+        us = "-" if floor.floor_us is None else f"{floor.floor_us:.1f}"
+        yield f"  {stage:<16}{floor.bytes / 1e6:>10.2f}{floor.flops / 1e9:>10.2f}{us:>10}"
+    if plan.weight_floor_us is not None and plan.device:
+        yield (
+            f"  weights of the experts hit, streamed once: {plan.weight_floor_us:.1f} us at "
+            f"{plan.device.hbm_bytes_s / 1e12:.2f} TB/s ({plan.device.source})"
+        )

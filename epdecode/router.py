@@ -1,0 +1,99 @@
+"""Who says where a token goes: the model's gate, or a route given from outside."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from epdecode.batch import Route
+from epdecode.errors import UserError
+from epdecode.kernels.router import RouterRule
+from epdecode.models import ModelShape
+
+TopK = Callable[[torch.Tensor, torch.Tensor | None, RouterRule, torch.Tensor], Route]
+"""kernels.router.router or router_ref: (logits, bias, rule, num_tokens) -> Route."""
+
+
+class Router(Protocol):
+    """Chooses experts for normed hidden states."""
+
+    def __call__(self, normed: torch.Tensor, num_tokens: torch.Tensor) -> Route:
+        """The route of normed [T, H]; rows from num_tokens (int32 [1], on the device) on get -1."""
+        ...
+
+
+class GateRouter:
+    """The model's gate: logits, scores, bias, groups, top-k, weights."""
+
+    def __init__(
+        self, gate: torch.Tensor, bias: torch.Tensor | None, rule: RouterRule, topk: TopK
+    ) -> None:
+        self._gate = gate
+        self._bias = bias
+        self._rule = rule
+        self._topk = topk
+
+    def __call__(self, normed: torch.Tensor, num_tokens: torch.Tensor) -> Route:
+        """See Router."""
+        return self._topk(self.logits(normed), self._bias, self._rule, num_tokens)
+
+    def logits(self, normed: torch.Tensor) -> torch.Tensor:
+        """float32 [T, num_experts]; bfloat16 products are exact, sums are float32."""
+        if normed.is_cuda:
+            return torch.mm(normed, self._gate.T, out_dtype=torch.float32)
+        return normed.float() @ self._gate.float().T
+
+
+class ForcedRouter:
+    """A route written into fixed buffers before the step, so that a graph can hold it."""
+
+    def __init__(self, ids: torch.Tensor, weights: torch.Tensor) -> None:
+        self._ids = ids
+        self._weights = weights
+
+    def __call__(self, normed: torch.Tensor, num_tokens: torch.Tensor) -> Route:
+        """See Router; the writer of the buffers has put -1 into padded rows."""
+        rows = normed.shape[0]
+        return Route(self._ids[:rows], self._weights[:rows])
+
+
+def rule_of(model: ModelShape) -> RouterRule:
+    """The gate's rule of a model."""
+    shape = model.router
+    return RouterRule(
+        top_k=model.top_k,
+        scoring="softmax_after_topk" if shape.softmax_after_topk else shape.scoring,
+        n_group=shape.n_group,
+        topk_group=shape.topk_group,
+        group_score=shape.group_score,
+        norm_topk_prob=shape.norm_topk_prob,
+        routed_scaling_factor=shape.routed_scaling_factor,
+    )
+
+
+def make_route(topk_ids: torch.Tensor, topk_weights: torch.Tensor, num_experts: int) -> Route:
+    """A Route from a caller's tensors, converted by value; waits for the device.
+
+    topk_ids: any integer dtype [T, K] in [-1, num_experts); topk_weights: any float dtype [T, K].
+    Raises UserError for a float id tensor, unlike shapes, and ids out of range (token and slot).
+    """
+    if topk_ids.is_floating_point() or topk_ids.is_complex() or topk_ids.dtype == torch.bool:
+        raise UserError(f"topk_ids: got {topk_ids.dtype}; accepted: an integer dtype")
+    if not topk_weights.is_floating_point():
+        raise UserError(f"topk_weights: got {topk_weights.dtype}; accepted: a float dtype")
+    if topk_ids.dim() != 2 or topk_ids.shape != topk_weights.shape:
+        raise UserError(
+            f"topk_ids {tuple(topk_ids.shape)} and topk_weights {tuple(topk_weights.shape)}: "
+            "accepted: two tensors of the same [tokens, top_k]"
+        )
+    ids = topk_ids.to(torch.int64).contiguous()
+    outside = torch.nonzero((ids < -1) | (ids >= num_experts))
+    if outside.numel():
+        token, slot = outside[0].tolist()
+        raise UserError(
+            f"topk_ids: token {token}, slot {slot} is {int(ids[token, slot])}; accepted: -1 to "
+            f"{num_experts - 1}"
+        )
+    return Route(ids, topk_weights.to(torch.float32).contiguous())

@@ -1,0 +1,162 @@
+"""Are the numbers right? Row by row against the plain path, with the same weights and routes.
+
+The reference shares nothing with any transport: every rank gathers all tokens and routes, runs its
+own experts over them one at a time in float32 (rounding where the formats do), and the sum over
+ranks is the answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from epdecode.batch import ExpertWeights, Route
+from epdecode.build import Runtime
+from epdecode.experts.reference import as_fp8_input, expert_mlp, plain_weights, select
+from epdecode.graphs import Step, fill
+from epdecode.inputs import Planned
+from epdecode.kernels.rms_norm import rms_norm_ref
+from epdecode.layer import NORM_EPS, LayerTrace
+from epdecode.plan import Plan
+from epdecode.result import Verification
+from epdecode.weights import LayerWeights
+from epdecode.world import World
+
+REFERENCE = (
+    "plain torch: all tokens gathered, one expert at a time in float32 with the formats of the "
+    "run, summed over ranks"
+)
+FP8_TOLERANCE = 2**-6
+"""One activation in sixteen off by half an e4m3 step (2^-4): sqrt(1/16) * 2^-4, as a row's error."""
+BF16_TOLERANCE = 2**-7
+"""A bfloat16 step (2^-8) in the gate-up output and another in the result."""
+ELEMENT_FACTOR = 16.0
+"""One element may be off by this many tolerances of its row's root mean square."""
+
+
+def tolerance(plan: Plan) -> float:
+    """Largest relative row error that rounding alone explains."""
+    fp8 = plan.transport.wire == "fp8" or plan.model.weight_format == "fp8_block128"
+    return FP8_TOLERANCE if fp8 else BF16_TOLERANCE
+
+
+def row_errors(out: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+    """float32 [T]: each row's error relative to the row's own scale; infinite when not finite.
+
+    The larger of the relative Euclidean error and, for single elements, |difference| over
+    ELEMENT_FACTOR root mean squares. A row expected to be zero must be zero.
+    """
+    difference = out.float() - expected.float()
+    norm = expected.float().norm(dim=1)
+    relative = difference.norm(dim=1) / norm
+    root_mean_square = norm / expected.shape[1] ** 0.5
+    element = difference.abs().amax(dim=1) / (ELEMENT_FACTOR * root_mean_square)
+    errors = torch.maximum(relative, element)
+    exact = (norm == 0) & (out.float() == 0).all(dim=1)
+    errors = torch.where(exact, torch.zeros_like(errors), errors)
+    return torch.where(torch.isfinite(errors), errors, torch.full_like(errors, torch.inf))
+
+
+def reference_layer(
+    normed: torch.Tensor, route: Route, weights: LayerWeights, plan: Plan, world: World
+) -> torch.Tensor:
+    """bfloat16 [T, H] that the layer must add to its input. Collective; T the same on all ranks."""
+    scale_format = plan.experts.scale_format
+    weights_fp8 = plan.model.weight_format == "fp8_block128"
+    act_format = scale_format if weights_fp8 else None
+    fp8_input = plan.transport.wire == "fp8" or weights_fp8
+    all_rows = _gather_rows(normed, world)
+    all_ids = _gather_rows(route.topk_ids, world)
+    all_weights = _gather_rows(route.topk_weights, world)
+    rows = as_fp8_input(all_rows.float(), scale_format if fp8_input else None)
+    total = torch.zeros(rows.shape, dtype=torch.float32, device=normed.device)
+    for local, expert in enumerate(plan.local_experts(world.rank)):
+        token, slot = torch.nonzero(all_ids == expert, as_tuple=True)
+        if token.numel():
+            done = _run(rows[token], weights.experts, local, act_format)
+            total.index_add_(0, token, done.float() * all_weights[token, slot][:, None])
+    summed = total.cpu()
+    dist.all_reduce(summed, group=world.group)
+    tokens = normed.shape[0]
+    own = slice(world.rank * tokens, (world.rank + 1) * tokens)
+    routed = summed[own].to(normed.device).to(torch.bfloat16)
+    if weights.shared is None:
+        return routed
+    shared_rows = as_fp8_input(normed.float(), act_format)
+    return routed + _run(shared_rows, weights.shared, 0, act_format)
+
+
+def _run(
+    rows: torch.Tensor, weights: ExpertWeights, expert: int, act_format: str | None
+) -> torch.Tensor:
+    gate_up = plain_weights(select(weights.gate_up, expert))
+    down = plain_weights(select(weights.down, expert))
+    return expert_mlp(rows, gate_up, down, act_format)
+
+
+def _gather_rows(rows: torch.Tensor, world: World) -> torch.Tensor:
+    """[world * T, ...] in rank order, moved as bytes."""
+    here = rows.contiguous().cpu().view(torch.uint8)
+    parts = torch.cat(world.gather(here))
+    return parts.view(rows.dtype).view(-1, *rows.shape[1:]).to(rows.device)
+
+
+def check_step(
+    traces: tuple[LayerTrace, ...],
+    tokens: int,
+    weights: tuple[LayerWeights, ...],
+    plan: Plan,
+    world: World,
+) -> torch.Tensor:
+    """Compare every layer of one step, each given its own input. Collective.
+
+    tokens: this rank's real rows; the padded ones are never looked at. Returns float32
+    [layers * tokens], each row's error: the larger of its norm's and of its expert output's.
+    """
+    errors = []
+    for trace, layer in zip(traces, weights, strict=True):
+        normed = torch.empty_like(trace.hidden)
+        rms_norm_ref(trace.hidden, layer.norm, NORM_EPS, normed)
+        normed_error = row_errors(trace.normed[:tokens], normed[:tokens])
+        expected = reference_layer(trace.normed, trace.route, layer, plan, world)
+        out_error = row_errors(trace.out[:tokens], expected[:tokens])
+        errors.append(torch.maximum(normed_error, out_error))
+    return torch.cat(errors).cpu()
+
+
+def verify_step(runtime: Runtime, step: Step, batches: Sequence[Planned]) -> Verification:
+    """Run the batches through the step as it was timed and compare every layer and row."""
+    errors = []
+    for planned in batches:
+        fill(step.inputs, planned.batch, planned.bucket)
+        output = step(planned.bucket)
+        runtime.clock.synchronize()
+        tokens = planned.batch.hidden.shape[0]
+        errors.append(
+            check_step(output.traces, tokens, runtime.weights, runtime.plan, runtime.world)
+        )
+    return verdict(torch.cat(errors), runtime.plan, runtime.world)
+
+
+def verdict(errors: torch.Tensor, plan: Plan, world: World) -> Verification:
+    """All ranks' row errors together. Collective."""
+    worst = int(errors.argmax()) if errors.numel() else -1
+    mine = torch.tensor(
+        [errors.numel(), worst, float(errors[worst]) if worst >= 0 else 0.0], dtype=torch.float64
+    )
+    ranks = world.gather(mine)
+    worst_rank = max(range(world.size), key=lambda rank: float(ranks[rank][2]))
+    worst_error = float(ranks[worst_rank][2])
+    limit = tolerance(plan)
+    rows = sum(int(rank[0]) for rank in ranks)
+    return Verification(
+        passed=rows > 0 and worst_error <= limit,
+        rows=rows,
+        worst_row=int(ranks[worst_rank][1]) if rows else None,
+        worst_error=worst_error if worst_error != float("inf") else None,
+        tolerance=limit,
+        reference=REFERENCE,
+        worst_rank=worst_rank if rows else None,
+    )
