@@ -1,0 +1,125 @@
+"""Lines the ranks up on the GPU before a timed region: an NVSHMEM barrier on the stream.
+
+Without it a stage's time holds both the wait for a late peer and the moving of bytes; behind a
+barrier that is captured in front of the region, only the bytes are left.
+
+One NVSHMEM serves the process: nvshmem4py and DeepEP load the same library and must start it over
+the same ranks and environment. So this is built after the transport, and ``close`` ends only what
+was started here.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from epdecode.errors import EnvironmentFault
+from epdecode.world import World
+
+LIMITED_MPG = 3
+"""nvshmem_init_status_t: processes share a GPU without MPS; barriers then end the process."""
+
+
+@dataclass(frozen=True, slots=True)
+class Align:
+    """``name``: what it is, nvshmem or none; ``reason``: why none, else empty."""
+
+    name: str
+    reason: str
+    barrier: Callable[[torch.cuda.Stream], None]
+    close: Callable[[], None]
+
+
+def build_align(name: str, world: World, transport: str = "deepep_ll") -> Align:
+    """The alignment that ``run.align`` asks for: auto, nvshmem or none. Collective.
+
+    ``auto`` is nvshmem wherever that works and none elsewhere, with the reason. Raises
+    EnvironmentFault on all ranks when ``nvshmem`` is asked for and any rank cannot have it.
+    """
+    if name == "none":
+        return _none("run.align is none")
+    reasons = world.gather_text(why_not(world, transport))
+    refusals = [f"rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason]
+    if not refusals:
+        return _nvshmem(world)
+    if name == "nvshmem":
+        raise EnvironmentFault(
+            f"run.align: got nvshmem, but {refusals[0]}; accepted here: none or auto"
+        )
+    return _none(refusals[0])
+
+
+def why_not(world: World, transport: str) -> str:
+    """Why this rank cannot have an NVSHMEM barrier; '' when it can."""
+    if world.size == 1:
+        return "one rank has nobody to wait for"
+    if world.device.type != "cuda":
+        return "no CUDA device"
+    if world.local_size > torch.cuda.device_count() and not mps_running():
+        return f"{world.local_size} ranks share {torch.cuda.device_count()} GPU(s) without MPS"
+    if transport == "deepep_ht" and world.size > world.local_size:
+        return "deepep_ht across nodes starts one NVSHMEM world per NVLink index, not one for all"
+    try:
+        importlib.import_module("nvshmem.core")
+    except (ImportError, OSError, RuntimeError) as error:
+        return f"nvshmem4py cannot be loaded: {type(error).__name__}: {error}"
+    return ""
+
+
+def mps_running() -> bool:
+    """An MPS control daemon serves this process's pipe directory."""
+    pipes = os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps")
+    return Path(pipes, "control").exists()
+
+
+def start_nvshmem(world: World) -> Any:
+    """nvshmem.core, started over all ranks of ``world`` (or joined, where DeepEP has). Collective.
+
+    Raises EnvironmentFault when processes share a GPU without MPS: the next barrier would end them.
+    """
+    # Multicast over NVSwitch is nothing that DeepEP or a barrier needs, and DeepEP turns it off.
+    os.environ.setdefault("NVSHMEM_DISABLE_NVLS", "1")
+    core = importlib.import_module("nvshmem.core")
+    device = importlib.import_module("cuda.core").Device(world.device.index)
+    device.set_current()
+    uid = core.get_unique_id(empty=world.rank != 0)
+    dist.broadcast(torch.from_numpy(uid._data.view("uint8")), src=0, group=world.group)
+    core.init(device=device, uid=uid, rank=world.rank, nranks=world.size, initializer_method="uid")
+    if int(core.init_status()) == LIMITED_MPG:
+        raise EnvironmentFault(
+            f"rank {world.rank}: NVSHMEM found several ranks on one GPU without MPS; start the MPS "
+            "daemon (launch/shared_gpu.sh --mps) or set run.align: none"
+        )
+    return core
+
+
+def _nvshmem(world: World) -> Align:
+    joined = _is_started()
+    core = start_nvshmem(world)
+
+    def barrier(stream: torch.cuda.Stream) -> None:
+        core.barrier_all(core.NvshmemStream(stream))
+
+    def close() -> None:
+        if not joined:
+            core.finalize()
+
+    return Align("nvshmem", "", barrier, close)
+
+
+def _is_started() -> bool:
+    """Somebody, that is DeepEP, has started NVSHMEM in this process."""
+    core = importlib.import_module("nvshmem.core")
+    core.get_version()  # loads the library
+    return int(core.init_status()) >= 2
+
+
+def _none(reason: str) -> Align:
+    return Align("none", reason, lambda stream: None, lambda: None)

@@ -1,0 +1,220 @@
+"""``epdecode env``: one block for bug reports. Each probe may fail alone; 3 s at most in all."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Annotated, Any
+
+import psutil
+import typer
+
+LIMIT_S = 3.0
+MARGIN_S = 0.2
+SCHEMA = "epdecode.env/1"
+
+PACKAGES = (
+    "epdecode", "torch", "triton", "numpy", "pydantic", "nvidia-ml-py",
+    "tokenspeed-deepep", "sgl-deep-ep", "deep-ep",
+    "tokenspeed-deepgemm", "sgl-deep-gemm", "deep-gemm",
+    "nvshmem4py-cu13", "nvshmem4py-cu12", "nvidia-nvshmem-cu13", "nvidia-nvshmem-cu12",
+    "nvidia-nccl-cu13", "nvidia-nccl-cu12", "cuda-core",
+)  # fmt: skip
+
+# Values are shown, so only names that carry no secret: never the whole environment.
+VARIABLES = (
+    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
+    "CUDA_VISIBLE_DEVICES", "CUDA_HOME", "CUDA_PATH", "CUDA_MPS_PIPE_DIRECTORY",
+    "CUDA_LAUNCH_BLOCKING", "CUDA_DEVICE_MAX_CONNECTIONS", "PYTORCH_CUDA_ALLOC_CONF",
+    "LD_LIBRARY_PATH", "PYTHONPATH", "OMP_NUM_THREADS", "TRITON_CACHE_DIR", "TRITON_INTERPRET",
+)  # fmt: skip
+PREFIXES = ("NVSHMEM_", "NCCL_", "GLOO_", "DG_", "EP_", "EPDECODE_", "TORCH_NCCL_", "UCX_NET_")
+SLURM = (
+    "SLURM_JOB_ID", "SLURM_JOB_NUM_NODES", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_NODEID",
+    "SLURM_JOB_NODELIST",
+)  # fmt: skip
+
+LIBRARIES = ("libnvshmem_host.so", "libnccl.so", "libcudart.so", "libc10.so", "libcuda.so")
+
+
+def env(
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
+) -> None:
+    """Print versions, GPUs, network and relevant variables: the block for a bug report."""
+    block = collect()
+    typer.echo(json.dumps(block, indent=2) if as_json else render(block))
+
+
+def collect(limit_s: float = LIMIT_S) -> dict[str, Any]:
+    """Every probe's answer; ``"unknown: why"`` for one that failed or was too slow."""
+    answers: dict[str, Any] = {}
+
+    def run(name: str, probe: Callable[[], Any]) -> None:
+        try:
+            answers[name] = probe()
+        except Exception as error:  # noqa: BLE001 - one probe's failure is its own line
+            answers[name] = f"unknown: {type(error).__name__}: {error}"
+
+    threads = [threading.Thread(target=run, args=item, daemon=True) for item in PROBES.items()]
+    deadline = time.monotonic() + limit_s
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    late = f"unknown: no answer in {limit_s:g} s"
+    return {"schema": SCHEMA, **{name: answers.get(name, late) for name in PROBES}}
+
+
+def render(block: Mapping[str, Any]) -> str:
+    """Indented ``key: value`` text, fit to paste."""
+    lines = []
+    for name, value in block.items():
+        if isinstance(value, dict):
+            lines.append(f"{name}:")
+            lines += [f"  {key}: {item}" for key, item in value.items()]
+        elif isinstance(value, list):
+            lines.append(f"{name}:")
+            lines += [f"  {item}" for item in value or ["none"]]
+        else:
+            lines.append(f"{name}: {value}")
+    return "\n".join(lines)
+
+
+def _host() -> dict[str, Any]:
+    return {
+        "name": platform.node(),
+        "system": platform.platform(),
+        "python": f"{platform.python_version()} at {sys.executable}",
+        "cpus": f"{os.cpu_count()} ({len(psutil.Process().cpu_affinity())} usable)"
+        if hasattr(psutil.Process, "cpu_affinity")
+        else os.cpu_count(),
+        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
+    }
+
+
+def _commit() -> str:
+    """Git commit of the checkout that is imported; 'none' for an installed package."""
+    git = Path(__file__).resolve().parent.parent / ".git"
+    head = (git / "HEAD").read_text().strip() if git.is_dir() else "none"
+    if not head.startswith("ref: "):
+        return head
+    ref = head.removeprefix("ref: ")
+    if (git / ref).is_file():
+        return (git / ref).read_text().strip()
+    packed = (git / "packed-refs").read_text().splitlines()
+    return next((line.split()[0] for line in packed if line.endswith(f" {ref}")), head)
+
+
+def _installed() -> dict[str, str]:
+    versions = {}
+    for name in PACKAGES:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+def loaded_libraries(maps: str) -> dict[str, str]:
+    """Library -> the file mapped into a process, from the text of /proc/<pid>/maps."""
+    found = {}
+    for line in maps.splitlines():
+        path = line.split(maxsplit=5)[-1]
+        for name in LIBRARIES:
+            if Path(path).name.startswith(name):
+                found[name] = path
+    return found
+
+
+# Each line is printed as it is known: a slow import costs itself and what follows, not the rest.
+_LOAD = """
+import importlib, sys
+for name in sys.argv[1:]:
+    try:
+        module = importlib.import_module(name)
+        text = getattr(module, "__version__", "no version")
+    except BaseException as error:
+        text = f"{type(error).__name__}: {error}"
+    print(f"@{name} {' '.join(str(text).split())}", flush=True)
+print("@maps", flush=True)
+print(open("/proc/self/maps").read())
+"""
+
+
+def _loaded() -> dict[str, str]:
+    """What an import gives, in a fresh process: module -> version or error, library -> file."""
+    modules = ("torch", "triton", "deep_ep", "deep_gemm", "nvshmem.core")
+    with subprocess.Popen(
+        [sys.executable, "-c", _LOAD, *modules],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    ) as child:
+        timer = threading.Timer(LIMIT_S - MARGIN_S, child.kill)
+        timer.start()
+        try:
+            output, _ = child.communicate()
+        finally:
+            timer.cancel()
+    head, _, maps = output.partition("@maps\n")
+    answers = dict(line[1:].split(" ", 1) for line in head.splitlines() if line.startswith("@"))
+    late = f"unknown: not imported in {LIMIT_S - MARGIN_S:g} s"
+    return {name: answers.get(name, late) for name in modules} | loaded_libraries(maps)
+
+
+def _gpus() -> list[str]:
+    from epdecode.doctor import nvml
+
+    gpus = nvml.read()
+    if not gpus.devices:
+        return [gpus.reason]
+    driver = f"driver {gpus.driver}, CUDA up to {gpus.cuda[0]}.{gpus.cuda[1]}"
+    return [driver] + [
+        f"{gpu.index}: {gpu.name}, {gpu.capability[0]}.{gpu.capability[1]}, "
+        f"{gpu.memory_bytes / 2**30:.0f} GiB, {gpu.nvlinks} NVLinks up"
+        for gpu in gpus.devices
+    ]
+
+
+def _rdma() -> list[str]:
+    from epdecode.doctor.network import rdma_devices
+
+    return [f"{name}: {state}, {link}" for name, (state, link) in rdma_devices(Path("/")).items()]
+
+
+def _interfaces() -> dict[str, str]:
+    stats = psutil.net_if_stats()
+    return {
+        name: ", ".join(address.address for address in addresses if "." in address.address)
+        + (" (down)" if name in stats and not stats[name].isup else "")
+        for name, addresses in psutil.net_if_addrs().items()
+    }
+
+
+def relevant(environ: Mapping[str, str]) -> dict[str, str]:
+    """The variables that matter here, by allow-list."""
+    return {
+        name: value
+        for name, value in sorted(environ.items())
+        if name in VARIABLES or name in SLURM or name.startswith(PREFIXES)
+    }
+
+
+PROBES: dict[str, Callable[[], Any]] = {
+    "host": _host,
+    "commit": _commit,
+    "loaded": _loaded,
+    "installed": _installed,
+    "gpus": _gpus,
+    "rdma": _rdma,
+    "interfaces": _interfaces,
+    "variables": lambda: relevant(os.environ),
+}
