@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Hashable, Iterator
 from functools import cache
+from itertools import islice
 from typing import Any, TypeVar, cast
 
 from pydantic import TypeAdapter, ValidationError
@@ -26,6 +27,9 @@ from epdecode.config_types import (
 from epdecode.config_yaml import Node, Place, Problem, show_key
 from epdecode.errors import nearest
 
+# More are never shown, and looking for the nearest names of 100,000 would take minutes.
+MAX_UNKNOWN = 1000
+
 T = TypeVar("T")
 Path = tuple[str | int, ...]
 Rules = Callable[[Any], Iterator[Breach]]
@@ -36,7 +40,8 @@ def check(cls: type[T], root: Node, rules: Rules) -> tuple[T | None, list[Proble
 
     With mistakes the value is what could be made of the rest, or None.
     """
-    problems = list(_unknown_keys(cls, root, (), set(dotted_keys(cls)), cls))
+    unknown = _unknown_keys(cls, root, (), set(dotted_keys(cls)))
+    problems = list(islice(unknown, MAX_UNKNOWN))
     bad: set[Path] = set()
     data = _plain(root, cls, bad)
     value, failures = _validate(cls, data)
@@ -83,9 +88,7 @@ def _real_path(cls: type, loc: Path) -> Path:
     return tuple(path)
 
 
-def _unknown_keys(
-    cls: type, node: Node, path: Path, every: set[str], top: type
-) -> Iterator[Problem]:
+def _unknown_keys(cls: type, node: Node, path: Path, every: set[str]) -> Iterator[Problem]:
     """A problem for each key no field has, at any depth, with the nearest one that exists."""
     if not isinstance(node.value, dict):
         return
@@ -98,7 +101,7 @@ def _unknown_keys(
             text = f"{_dotted(here)}: unknown key; accepted: {', '.join(known)}{similar}"
             yield Problem(inner.place, text)
         elif section:
-            yield from _unknown_keys(section, inner, here, every, top)
+            yield from _unknown_keys(section, inner, here, every)
 
 
 def _elsewhere(key: str, every: set[str]) -> str:

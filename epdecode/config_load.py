@@ -191,5 +191,5 @@ def _error(problems: Iterable[Problem]) -> ConfigError:
     lines = [str(problem) for problem in ordered]
     shown = lines[:MAX_SHOWN]
     if len(lines) > MAX_SHOWN:
-        shown.append(f"... and {len(lines) - MAX_SHOWN} more")
+        shown.append("... and more")
     return ConfigError("\n".join(shown))

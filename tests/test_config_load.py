@@ -152,7 +152,7 @@ def test_a_rule_that_rests_on_a_wrong_value_is_silent(tmp_path: Path):
 def test_very_many_mistakes_are_cut(tmp_path: Path):
     got = complaints(tmp_path, "\n".join(f"key{i}: 1" for i in range(1000)))
     assert len(got) == 41
-    assert got[-1] == "... and 960 more"
+    assert got[-1] == "... and more"
 
 
 def test_numbers_and_switches_as_yaml_writes_them(tmp_path: Path):

@@ -167,7 +167,7 @@ def outcome(path: Path | str, *overrides: str) -> str:
         return str(error)
 
 
-@settings(max_examples=150, deadline=2000, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=400, deadline=2000, suppress_health_check=[HealthCheck.too_slow])
 @given(text=mutated_presets() | st.text(max_size=60))
 def test_hostile_text_ends_in_a_config_or_a_config_error(
     tmp_path_factory: pytest.TempPathFactory, text: str
@@ -177,7 +177,7 @@ def test_hostile_text_ends_in_a_config_or_a_config_error(
     assert outcome(path).startswith(("Config(", str(path)))
 
 
-@settings(max_examples=100, deadline=2000)
+@settings(max_examples=300, deadline=2000)
 @given(text=st.text(max_size=40) | st.builds("layers={}".format, st.text(max_size=20)))
 def test_hostile_overrides_end_in_a_config_or_a_config_error(text: str):
     assert outcome("cpu-tiny", text).startswith(("Config(", "override "))
