@@ -25,6 +25,8 @@ from epdecode.world import World
 
 LIMITED_MPG = 3
 """nvshmem_init_status_t: processes share a GPU without MPS; barriers then end the process."""
+STARTED = (2, LIMITED_MPG, 4)
+"""nvshmem_init_status_t: initialised; with a GPU shared without, or with, MPS."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +120,7 @@ def _is_started() -> bool:
     """Somebody, that is DeepEP, has started NVSHMEM in this process."""
     core = importlib.import_module("nvshmem.core")
     core.get_version()  # loads the library
-    return int(core.init_status()) >= 2
+    return int(core.init_status()) in STARTED
 
 
 def _none(reason: str) -> Align:

@@ -127,7 +127,7 @@ def loaded_libraries(maps: str) -> dict[str, str]:
     """Library -> the file mapped into a process, from the text of /proc/<pid>/maps."""
     found = {}
     for line in maps.splitlines():
-        path = line.split(maxsplit=5)[-1]
+        path = line[line.find("/") :] if "/" in line else ""
         for name in LIBRARIES:
             if Path(path).name.startswith(name):
                 found[name] = path

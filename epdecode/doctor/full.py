@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         nodes=-(-launch.world_size // launch.local_world_size),
     )
     gpu = bool(nvml.read().devices)
-    checks = [_run_part(session, name, gpu) for name in PARTS]
+    checks = [_run_part(session, name, gpu) for name in options.part or PARTS]
     if launch.rank == 0:
         _report(checks, options)
     return Exit.ENVIRONMENT if worst(checks) is Verdict.FAIL else Exit.OK
@@ -67,6 +67,9 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="epdecode.doctor.full", description=__doc__)
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.add_argument("--out", type=Path, help="write the JSON to this file and print nothing")
+    parser.add_argument(
+        "--part", action="append", choices=PARTS, help="only this part; may be repeated"
+    )
     parser.add_argument(
         "--logs",
         type=Path,
