@@ -28,8 +28,10 @@ REFERENCE = (
     "plain torch: all tokens gathered, one expert at a time in float32 with the formats of the "
     "run, summed over ranks"
 )
-FP8_TOLERANCE = 2**-6
-"""One activation in sixteen off by half an e4m3 step (2^-4): sqrt(1/16) * 2^-4, as a row's error."""
+FP8_TOLERANCE = 2**-5
+"""One activation in sixteen rounded to the other neighbour, a whole e4m3 step (at most 2^-3 of its
+value): sqrt(1/16) * 2^-3 as a row's error. What makes them differ: tensor cores keep about 14 bits
+when they sum FP8 products, so the bfloat16 in front of the activation flips now and then."""
 BF16_TOLERANCE = 2**-7
 """A bfloat16 step (2^-8) in the gate-up output and another in the result."""
 ELEMENT_FACTOR = 16.0
