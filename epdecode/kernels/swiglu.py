@@ -32,7 +32,7 @@ def _swiglu_kernel(
     items = tl.sum(count, 0) * CHUNKS
     item = tl.program_id(0)
     while item < items:
-        row, _ = find_row(item // CHUNKS, count, ends, capacity, 0, ALIGNMENT)
+        row, _ = find_row(item // CHUNKS, count, ends, capacity, 0, 0, ALIGNMENT)
         column = (item % CHUNKS) * BLOCK + tl.arange(0, BLOCK)
         real = column < SIZE
         source = gate_up + row * (2 * SIZE) + column

@@ -36,6 +36,7 @@ def _swiglu_quant_kernel(
     num_experts,
     capacity,
     scale_expert_stride,
+    scale_row_stride,
     scale_word_stride,
     SIZE: tl.constexpr,
     GROUPS: tl.constexpr,
@@ -51,7 +52,7 @@ def _swiglu_quant_kernel(
     item = tl.program_id(0)
     while item < items:
         row, scale_row = find_row(
-            item // CHUNKS, count, ends, capacity, scale_expert_stride, ALIGNMENT
+            item // CHUNKS, count, ends, capacity, scale_expert_stride, scale_row_stride, ALIGNMENT
         )
         group = (item % CHUNKS) * CHUNK + tl.arange(0, CHUNK)
         column = group[:, None] * 128 + tl.arange(0, 128)[None, :]
@@ -79,8 +80,9 @@ def swiglu_quant(
 ) -> Fp8Rows:
     """gate_up bfloat16 [E, M, 2I], gate half first; counts int32 [E] -> ``out``, valid rows only.
 
-    out: e4m3 [E, M, I] with scales MN-major, float32 [E, M, I/128] or packed UE8M0 int32
-    [E, M, ceil(I/512)], see ``empty_out``. Raises ConfigError for shapes, types or strides.
+    out: e4m3 [E, M, I] with scales of any strides, float32 [E, M, I/128] or packed UE8M0 int32
+    [E, M, ceil(I/512)]; ``empty_out`` makes them MN-major, as the GEMM reads them. Raises
+    ConfigError for shapes, types or strides.
     """
     check(gate_up.dim() == 3, "swiglu_quant", "gate_up's rank", gate_up.dim(), "3: [E, M, 2I]")
     return _run(gate_up, counts, out, scale_format, 0)
@@ -95,7 +97,7 @@ def swiglu_quant_packed(
 ) -> Fp8Rows:
     """The same over gate_up [R, 2I] sorted by expert, blocks at multiples of ``alignment`` rows.
 
-    out: e4m3 [R, I], scales [R, I/128] or [R, ceil(I/512)], MN-major. Gaps are not written.
+    out: e4m3 [R, I], scales [R, I/128] or packed [R, ceil(I/512)]. Gaps are not written.
     """
     check(gate_up.dim() == 2, "swiglu_quant_packed", "gate_up's rank", gate_up.dim(), "2: [R, 2I]")
     check(alignment > 0, "swiglu_quant_packed", "alignment", alignment, "1 or more rows")
@@ -124,6 +126,7 @@ def _run(
         counts.numel(),
         capacity,
         0 if alignment else scales.stride(0),
+        scales.stride(-2),
         scales.stride(-1),
         SIZE=double // 2,
         GROUPS=groups,

@@ -23,21 +23,24 @@ def row_ends(counts, num_experts, capacity, EXPERTS: tl.constexpr) -> tuple[tl.t
 
 @triton.jit
 def find_row(
-    valid_row, count, ends, capacity, scale_expert_stride, ALIGNMENT: tl.constexpr
+    valid_row,
+    count,
+    ends,
+    capacity,
+    scale_expert_stride,
+    scale_row_stride,
+    ALIGNMENT: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Valid row number -> (row offset int64, offset of its first scale in a row-contiguous tensor).
-
-    valid_row counts valid rows only, experts in order.
-    """
+    """Valid row number, experts in order -> (row in the whole tensor, where its scales start)."""
     before = ends <= valid_row
     inner = valid_row - tl.sum(tl.where(before, count, 0), 0)
     if ALIGNMENT:
         blocks = (count + ALIGNMENT - 1) // ALIGNMENT
         row = tl.sum(tl.where(before, blocks, 0), 0).to(tl.int64) * ALIGNMENT + inner
-        return row, row
+        return row, row * scale_row_stride
     else:  # noqa: RET505, the compiler must not see both returns
         expert = tl.sum(before.to(tl.int32), 0).to(tl.int64)
-        return expert * capacity + inner, expert * scale_expert_stride + inner
+        return expert * capacity + inner, expert * scale_expert_stride + inner * scale_row_stride
 
 
 def valid_rows_ref(
