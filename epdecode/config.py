@@ -136,7 +136,8 @@ class Config:
     """The whole file."""
 
     model: str = "tiny"
-    """A name in configs/models, or the path of such a file."""
+    """A name in configs/models; the path of such a file, of a Hugging Face folder or of its
+    config.json; or org/name, which is looked for in the local Hub cache."""
     layers: Size = 2
     """MoE layers in the loop, each with its own weights."""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)

@@ -19,6 +19,7 @@ from epdecode.config_check import check
 from epdecode.config_rules import config_rules, model_rules
 from epdecode.config_yaml import Node, Place, Problem, read_text, read_yaml, scalar
 from epdecode.errors import ConfigError, nearest
+from epdecode.hf import cached_config, is_hub_name, load_hf
 from epdecode.models import ModelShape
 
 DEFAULT = "cpu-tiny"
@@ -61,11 +62,10 @@ def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -
 
 
 def load_model(name: str, near: str | Path | None = None) -> ModelShape:
-    """The shape of ``config.model``: a name in configs/models or the path of such a file.
-
-    Relative paths are looked for beside ``near`` (the config's path) first, then from here.
-    """
+    """The shape of ``config.model``, found as ``find_model`` says."""
     file = find_model(name, near)
+    if file.suffix == ".json":
+        return load_hf(file)
     root, problems = _read(file)
     model, more = check(ModelShape, root, model_rules)
     return _done(model, problems + more)
@@ -77,16 +77,26 @@ def model_names() -> list[str]:
 
 
 def find_model(name: str, near: str | Path | None = None) -> Path:
-    """The file behind ``config.model``; ConfigError lists the names and the paths tried."""
+    """The file behind ``config.model``: a shape file or a Hugging Face config.json.
+
+    In this order: a name in configs/models; the path of a shape file, of a Hugging Face folder or
+    of its config.json, beside ``near`` (the config's path) and then from here; org/name in the
+    local Hub cache. ConfigError lists what was tried.
+    """
     shipped = configs_dir() / "models" / f"{name}.yaml"
-    beside = [Path(near).parent / name] if near else []
-    tried = [*beside, Path(name)]
-    for path in (shipped, *tried):
-        if _is_file(path):
-            return path
+    if "/" not in name and _is_file(shipped):
+        return shipped
+    tried = [*([Path(near).parent / name] if near else []), Path(name)]
+    for path in tried:
+        for file in (path, path / "config.json"):
+            if _is_file(file):
+                return file
+    looked = f"looked at {', '.join(str(path) for path in tried)}"
+    if is_hub_name(name) and not any(map(_exists, tried)):
+        return cached_config(name, looked)
     raise ConfigError(
-        f"model: got {name!r}, accepted: {', '.join(model_names())}, or the path of a file"
-        f"{nearest(name, model_names())} (looked at {', '.join(str(path) for path in tried)})"
+        f"model: got {name!r}, accepted: {', '.join(model_names())}, the path of a shape file or "
+        f"of a folder with a config.json, or org/name{nearest(name, model_names())} ({looked})"
     )
 
 
@@ -96,18 +106,19 @@ def resolved_yaml(config: Config, near: str | Path | None = None) -> str:
     A relative model path becomes absolute (``near``: the config's path), so that the text can move.
     """
     plain = dataclasses.asdict(config)
-    if config.model not in model_names():
-        plain["model"] = str(find_model(config.model, near).resolve())
+    paths = [*([Path(near).parent / config.model] if near else []), Path(config.model)]
+    if config.model not in model_names() and (found := next(filter(_exists, paths), None)):
+        plain["model"] = str(found.resolve())
     return yaml.dump(_canonical(plain), Dumper=_Dumper, sort_keys=False, width=100)
 
 
 def digest(config: Config, model: ModelShape) -> str:
     """sha256 (hex) of config and model shape: equal when a run would do the same.
 
-    Where the shape was read from, and the text that names its source, are left out.
+    Left out: where the shape was read from, and what it calls itself and its source.
     """
     plain = {"config": dataclasses.asdict(config), "model": dataclasses.asdict(model)}
-    del plain["config"]["model"], plain["model"]["source"]
+    del plain["config"]["model"], plain["model"]["source"], plain["model"]["name"]
     text = json.dumps(_canonical(plain), sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -141,8 +152,12 @@ def _canonical(value: Any) -> Any:
 
 
 def _is_file(path: Path) -> bool:
+    return _exists(path) and path.is_file()
+
+
+def _exists(path: Path) -> bool:
     try:
-        return path.is_file()
+        return path.exists()
     except (OSError, ValueError):
         return False
 

@@ -218,7 +218,7 @@ def test_the_digest_follows_every_value_but_not_the_models_path_or_source():
     assert len(base) == 64
     assert digest(dataclasses.replace(config, layers=3), model) != base
     assert digest(config, dataclasses.replace(model, top_k=3)) != base
-    assert digest(config, dataclasses.replace(model, source="elsewhere")) == base
+    assert digest(config, dataclasses.replace(model, source="elsewhere", name="other")) == base
     assert digest(dataclasses.replace(config, model="./tiny.yaml"), model) == base
 
 
