@@ -23,7 +23,15 @@ from epdecode.errors import Exit, UserError
 from epdecode.models import ModelShape
 
 # Commands with modules of their own: name -> ("module:typer app or function", line in the help).
-COMMANDS: dict[str, tuple[str, str]] = {}
+COMMANDS: dict[str, tuple[str, str]] = {
+    "doctor": (
+        "epdecode.doctor.command:doctor",
+        "Find what would keep a job from running here; exit code 3 on any FAIL.",
+    ),
+    "env": ("epdecode.envinfo:env", "Print versions, GPUs, network and variables, for a report."),
+    "launch": ("epdecode.launch:app", "Write or submit a Slurm job that fits a config."),
+    "status": ("epdecode.status:status_command", "Say how a run is doing, or how it ended."),
+}
 
 app = typer.Typer(
     help="Size, check and examine runs of the MoE decode layer. The run itself is started with "

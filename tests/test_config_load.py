@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from epdecode import config_load
 from epdecode.config import BatchConfig, Config, HardwareConfig, LimitsConfig, TransportConfig
 from epdecode.config_load import (
     configs_dir,
@@ -263,3 +264,14 @@ def test_any_config_written_out_reads_back(
     model = load_model(config.model)
     assert again == config
     assert digest(again, model) == digest(config, model)
+
+
+def test_presets_lie_beside_the_package_in_a_checkout_and_inside_it_when_installed(
+    tmp_path: Path, monkeypatch
+):
+    package = tmp_path / "epdecode"
+    package.mkdir()
+    monkeypatch.setattr(config_load, "__file__", str(package / "config_load.py"))
+    assert configs_dir() == tmp_path / "configs"
+    (package / "configs").mkdir()
+    assert configs_dir() == package / "configs"
