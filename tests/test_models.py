@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from epdecode.config_load import configs_dir, load_model, model_names
+from epdecode.config_load import configs_dir, load_config, load_model, model_names
 from epdecode.errors import ConfigError
 from epdecode.models import ModelShape
+from epdecode.plan import make_plan
 
 # (hidden, expert_size, num_experts, top_k, num_shared_experts, num_moe_layers)
 PUBLISHED = {
@@ -132,3 +133,30 @@ def test_a_shape_beside_the_config_comes_before_one_here(tmp_path: Path, monkeyp
     monkeypatch.chdir(tmp_path)
     assert load_model("m.yaml", near=tmp_path / "near" / "c.yaml").num_moe_layers == 5
     assert load_model("m.yaml").num_moe_layers == 4
+
+
+@pytest.mark.parametrize(
+    ("preset", "world_size", "ranks_per_gpu"),
+    [
+        ("cpu-tiny", 4, 1),
+        ("deepseek_v3-h200-deepep_ll", 1, 1),
+        ("deepseek_v3-h200-deepep_ll", 8, 8),
+        ("deepseek_v3-h200x8-deepep_ll", 8, 1),
+        ("deepseek_v3-h200-ep8_share", 1, 1),
+        ("qwen3_235b-h200-ep8_share", 1, 1),
+        ("qwen3_30b-h200-ep8_share", 1, 1),
+    ],
+)
+def test_presets_fit_the_machines_they_name(preset: str, world_size: int, ranks_per_gpu: int):
+    config = load_config(preset)
+    plan = make_plan(config, load_model(config.model), world_size, ranks_per_gpu=ranks_per_gpu)
+    assert plan.world_size == world_size
+
+
+def test_gpt_oss_runs_in_bf16_through_torch_only():
+    model = load_model("gpt-oss-120b")
+    small = ["transport.wire=bf16", "model=gpt-oss-120b"]
+    assert make_plan(load_config("cpu-tiny", small), model, 2).model.hidden == 2880
+    for override in ("transport.wire=fp8", "transport.name=deepep_ll"):
+        with pytest.raises(ConfigError, match="2880"):
+            make_plan(load_config("cpu-tiny", [*small, override]), model, 2)
