@@ -78,7 +78,7 @@ class TorchAllToAll:
         slots[index] = home.float() * weights[:, None]
         total = torch.zeros(tokens, rows.shape[-1], dtype=torch.float32, device=rows.device)
         for slot in range(top_k):
-            total += slots.view(tokens, top_k, -1)[:, slot]
+            total += slots.view(tokens, top_k, rows.shape[-1])[:, slot]
         combined = total.to(torch.bfloat16)
         return Pending(lambda: combined)
 
