@@ -100,7 +100,7 @@ def quantize_ref(x: torch.Tensor, scale_format: ScaleFormat = "fp32") -> Fp8Rows
     scales, factor = group_scales(largest_magnitude(grouped, [-1]), scale_format)
     data = to_e4m3(grouped * factor).flatten(-2)
     scales = scales.squeeze(-1)
-    return Fp8Rows(data, scales if scale_format == "fp32" else pack_ue8m0(scales))
+    return Fp8Rows(data, scales if scale_format == "fp32" else _pack_exponents(scales))
 
 
 def dequantize(rows: Fp8Rows) -> torch.Tensor:
@@ -155,6 +155,12 @@ def pack_ue8m0(scales: torch.Tensor) -> torch.Tensor:
             f"pack_ue8m0: scales{at} is {scales[tuple(at)].item():.9g}; accepted: powers of two "
             f"from 2^-126 to 2^127; round up with round_up_to_power_of_two before quantising"
         )
+    return _pack_exponents(scales)
+
+
+def _pack_exponents(scales: torch.Tensor) -> torch.Tensor:
+    """pack_ue8m0 for scales that are powers of two already; asks nothing of the host."""
+    exponents = scales.float().contiguous().view(torch.int32) >> 23
     exponents = torch.nn.functional.pad(exponents, (0, -exponents.shape[-1] % SCALES_PER_WORD))
     return exponents.to(torch.uint8).contiguous().view(torch.int32)
 

@@ -15,7 +15,8 @@ import triton.language as tl
 from epdecode.batch import Route
 from epdecode.kernels.launch import power_of_two
 from epdecode.kernels.quant_math import LOG2_E, sigmoid, sigmoid_ref
-from epdecode.kernels.router_rule import SCORINGS, RouterRule, check_router, chooses_by_logit
+from epdecode.kernels.router_rule import SCORINGS, check_router, chooses_by_logit
+from epdecode.kernels.router_rule import RouterRule as RouterRule
 
 LOWEST = -(1 << 63)
 TINY = 1e-20
