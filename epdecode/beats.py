@@ -9,13 +9,13 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, astuple, dataclass
 from typing import Protocol
 
-from epdecode.blame import PhaseName
-from epdecode.processes import Identity
+from epdecode.processes import Identity, Peer
+from epdecode.progress import Position
 from epdecode.result import Cause
 
 SUCCESSORS = 16
@@ -39,13 +39,17 @@ class Beat:
     """One rank's news."""
 
     count: int
-    phase: PhaseName
-    step: int | None
-    stage: str | None
-    ticks: int
-    moves: int
+    at: Position
+    waits: bool
+    """Its main thread is in a collective or waits for the GPU."""
     promise: int | None
     """Steps begun when a stop was asked; it begins no more until all have said theirs."""
+
+    @classmethod
+    def read(cls, text: str) -> Beat:
+        """From the store."""
+        count, at, waits, promise = json.loads(text)
+        return cls(count, Position(*at), waits, promise)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,19 +73,29 @@ class Beats(threading.Thread):
     """Publishes ``mine(count)`` and follows the others. Public fields are read by the judge."""
 
     def __init__(
-        self, store: Store, rank: int, size: int, interval_s: float, mine: Callable[[int], Beat]
+        self,
+        store: Store,
+        place: tuple[int, int],
+        interval_s: float,
+        identity: Identity,
+        mine: Callable[[int], Beat],
     ) -> None:
+        """place: this rank and the number of ranks."""
         super().__init__(name="watch-beats", daemon=True)
         self.heard: dict[int, Heard] = {}
-        self.identities: dict[int, Identity] = {}
+        self.peers: dict[int, Peer] = {}
         self.verdict: Verdict | None = None
         self.stop: str | None = None
         self.saved = False
+        self.following: tuple[int, ...] = ()
+        """Ranks heard in the latest round."""
+        self.follow_all = True
         self.round_started = 0.0
         """When the latest complete round began: what was published before then has been heard."""
         self.answered_at = time.monotonic()
         self.error: Exception | None = None
-        self._store, self._rank, self._size = store, rank, size
+        self._store, (self._rank, self._size) = store, place
+        self._identity = identity
         self._interval_s, self._mine = interval_s, mine
         self._count = 0
         self._poked = threading.Event()
@@ -91,7 +105,7 @@ class Beats(threading.Thread):
     def run(self) -> None:
         """Rounds until closed."""
         with self._noting_errors():
-            self._store.set(_key("who", self._rank), json.dumps(astuple(Identity.mine())))
+            self._store.set(_key("who", self._rank), json.dumps(astuple(self._identity)))
         while True:
             closing = self._closing
             with self._noting_errors():
@@ -101,9 +115,20 @@ class Beats(threading.Thread):
             self._poked.wait(self._interval_s)
             self._poked.clear()
 
+    def forgive(self, seconds: float) -> None:
+        """Shift what was heard: this process itself did not run for ``seconds``."""
+        for rank, one in list(self.heard.items()):
+            self.heard[rank] = Heard(one.beat, one.beat_at + seconds, one.moved_at + seconds)
+
     def poke(self) -> None:
         """Begin a round now."""
         self._poked.set()
+
+    def heard_since(self, moment: float, timeout_s: float) -> None:
+        """Wait for a round that began after ``moment`` (monotonic), at most ``timeout_s``."""
+        while self.round_started < moment and time.monotonic() < moment + timeout_s:
+            self.poke()
+            time.sleep(0.002)
 
     def close(self, timeout_s: float) -> None:
         """One last round, then end."""
@@ -153,30 +178,32 @@ class Beats(threading.Thread):
         self.saved = self.saved or self._read("watch/saved") is not None
 
     def _hear_ranks(self) -> None:
-        for rank in self._followed():
-            if rank not in self.identities:
+        followed = self._followed()
+        for rank in followed:
+            if rank not in self.peers:
                 text = self._read(_key("who", rank))
                 if text is None:
                     continue
-                self.identities[rank] = Identity(*json.loads(text))
+                self.peers[rank] = Peer(Identity(*json.loads(text)))
             text = self._read(_key("beat", rank))
             if text is not None:
-                self._note(rank, Beat(*json.loads(text)))
+                self._note(rank, Beat.read(text))
+        self.following = followed
 
     def _note(self, rank: int, beat: Beat) -> None:
         now = time.monotonic()
         before = self.heard.get(rank)
-        if before is None:
+        if before is None or rank not in self.following:
             self.heard[rank] = Heard(beat, now, now)
         elif beat.count != before.beat.count:
-            moved = beat.moves != before.beat.moves or beat.phase != before.beat.phase
+            moved = beat.at.moves != before.beat.at.moves
             self.heard[rank] = Heard(beat, now, now if moved else before.moved_at)
 
-    def _followed(self) -> Sequence[int]:
-        """All ranks while a stop is being agreed, else the next ones in a ring."""
+    def _followed(self) -> tuple[int, ...]:
+        """The next ranks in a ring, or all others."""
         others = self._size - 1
-        count = others if self.stop else min(others, SUCCESSORS)
-        return [(self._rank + 1 + offset) % self._size for offset in range(count)]
+        count = others if self.follow_all or self.stop else min(others, SUCCESSORS)
+        return tuple((self._rank + 1 + offset) % self._size for offset in range(count))
 
     def _read(self, key: str) -> str | None:
         """The key's value, None before it is set; asked without waiting for it."""
@@ -194,11 +221,3 @@ class Beats(threading.Thread):
 
 def _key(name: str, rank: int) -> str:
     return f"watch/{name}/{rank}"
-
-
-def forgive(heard: dict[int, Heard], seconds: float) -> dict[int, Heard]:
-    """The same, with every time later: this process itself did not run for ``seconds``."""
-    return {
-        rank: Heard(one.beat, one.beat_at + seconds, one.moved_at + seconds)
-        for rank, one in heard.items()
-    }

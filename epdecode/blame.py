@@ -8,14 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from epdecode.config import LimitsConfig
 from epdecode.processes import State
+from epdecode.progress import PHASES, START, PhaseName, Position
 from epdecode.result import Cause
-
-PHASES = ("join", "load", "warmup", "steps", "report", "left")
-PhaseName = Literal["join", "load", "warmup", "steps", "report", "left"]
 
 SLOW_PHASE_STALE = 10.0
 """Outside the timed steps a rank may hold the GIL this many times stale_s: it loads libraries,
@@ -34,22 +31,20 @@ class Seen:
     """When its beat last changed."""
     moved_at: float
     """When its progress last changed."""
-    phase: PhaseName = "join"
-    step: int | None = None
-    stage: str | None = None
-    ticks: int = 0
-    """Stages entered in the present phase; after the steps, in the steps."""
+    at: Position = START
+    waits: bool = False
+    """It waits for its peers, as far as its Python stack shows."""
 
     @property
-    def advance(self) -> tuple[int, int, int]:
+    def advance(self) -> tuple[int, int, int, bool]:
         """How far it is, comparable between ranks that all do the same."""
-        phase, steps = PHASES.index(self.phase), PHASES.index("steps")
-        return (min(phase, steps), self.ticks, phase)
+        phase, steps = PHASES.index(self.at.phase), PHASES.index("steps")
+        return (min(phase, steps), self.at.ticks, phase, self.waits)
 
 
 def find_fault(now: float, seen: Sequence[Seen], limits: LimitsConfig) -> Cause | None:
     """The first fault there is evidence for, the strongest evidence first."""
-    present = [one for one in seen if one.phase != "left"]
+    present = [one for one in seen if one.at.phase != "left"]
     for look in (_died, _stopped, _silent, _absent):
         cause = look(now, present, limits)
         if cause:
@@ -83,7 +78,7 @@ def _silent(now: float, seen: Sequence[Seen], limits: LimitsConfig) -> Cause | N
     late = [
         one
         for one in seen
-        if one.host is not None and now - one.beat_at > stale_limit(one.phase, limits)
+        if one.host is not None and now - one.beat_at > stale_limit(one.at.phase, limits)
     ]
     frozen = [one for one in late if one.state == "running"]
     elsewhere = [one for one in late if one.state == "elsewhere"]
@@ -98,40 +93,49 @@ def _absent(now: float, seen: Sequence[Seen], limits: LimitsConfig) -> Cause | N
 
 
 def _stalled(now: float, seen: Sequence[Seen], limits: LimitsConfig) -> Cause | None:
-    least = min(one.advance for one in seen)
-    behind = [one for one in seen if one.advance == least]
-    first = behind[0]
-    limit = progress_limit(first.phase, limits)
-    stuck = [one for one in seen if now - one.moved_at > progress_limit(one.phase, limits)]
-    if not stuck or (first.phase != "left" and first not in stuck):
+    stuck = [one for one in seen if now - one.moved_at > progress_limit(one.at.phase, limits)]
+    behind = [one for one in seen if one.advance == min(other.advance for other in seen)]
+    first, furthest = behind[0], max(seen, key=lambda one: one.advance)
+    if not stuck:
         return None
+    if PHASES.index(first.at.phase) > PHASES.index(furthest.at.phase):
+        return _cause("skipped", behind, "left a step or stage out that its peers wait in")
+    if first not in stuck:
+        return None
+    limit = progress_limit(first.at.phase, limits)
     if len(behind) == len(seen) > 1:
-        place = f"{first.phase}, step {first.step}, stage {first.stage}"
         return Cause(
             kind="stalled",
-            step=first.step,
-            stage=first.stage or first.phase,
-            message=f"no rank made progress for {limit:g} s; all are in {place}: "
+            step=first.at.step,
+            stage=_stage(first),
+            message=f"no rank made progress for {limit:g} s, all of them {_place(first)}: "
             f"the transport or the network hangs",
         )
-    furthest = max(seen, key=lambda one: one.advance)
-    if PHASES.index(first.phase) > PHASES.index(furthest.phase):
-        return _cause("skipped", behind, "left a step or stage out that its peers wait in")
-    return _cause("stalled", behind, f"made no progress for {limit:g} s while its peers wait")
+    return _cause("stalled", behind, f"made no progress for {limit:g} s")
 
 
 def _cause(kind: str, ranks: Sequence[Seen], what: str) -> Cause | None:
     if not ranks:
         return None
     one = ranks[0]
-    stage = one.stage if one.phase == "steps" and one.stage else one.phase
-    at = f"in {one.phase}" + (f", step {one.step}, stage {stage}" if one.phase == "steps" else "")
     also = f"; so are ranks {[other.rank for other in ranks[1:]]}" if len(ranks) > 1 else ""
     return Cause(
         kind=kind,
         rank=one.rank,
         host=one.host,
-        step=one.step,
-        stage=stage,
-        message=f"rank {one.rank} on {one.host or 'an unknown host'} {what} ({at}){also}",
+        step=one.at.step,
+        stage=_stage(one),
+        message=f"rank {one.rank} on {one.host or 'an unknown host'} {what} ({_place(one)}){also}",
+    )
+
+
+def _stage(one: Seen) -> str:
+    return one.at.stage if one.at.phase == "steps" and one.at.stage else one.at.phase
+
+
+def _place(one: Seen) -> str:
+    return (
+        f"in step {one.at.step}, stage {_stage(one)}"
+        if one.at.phase == "steps"
+        else f"in {one.at.phase}"
     )

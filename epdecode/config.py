@@ -132,6 +132,14 @@ class HardwareConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DebugConfig:
+    """For epdecode's own tests."""
+
+    faults: bool = False
+    """Allow the fault that EPDECODE_FAULT asks for (docs/failures.md)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
     """The whole file."""
 
@@ -150,3 +158,4 @@ class Config:
     run: RunConfig = field(default_factory=RunConfig)
     limits: LimitsConfig = field(default_factory=LimitsConfig)
     hardware: HardwareConfig = field(default_factory=HardwareConfig)
+    debug: DebugConfig = field(default_factory=DebugConfig)

@@ -13,6 +13,8 @@ from typing import Literal
 
 import psutil
 
+from epdecode.progress import PeerProgress
+
 State = Literal["running", "stopped", "gone", "elsewhere"]
 
 PR_SET_PDEATHSIG = 1
@@ -30,12 +32,14 @@ class Identity:
     pid: int
     started: float
     """Seconds since the epoch, as the kernel counts them."""
+    progress_handle: int = -1
+    """Descriptor of its shared progress, -1 = none."""
 
     @classmethod
-    def mine(cls) -> Identity:
+    def mine(cls, progress_handle: int = -1) -> Identity:
         """This process."""
-        process = psutil.Process()
-        return cls(socket.gethostname(), _kernel(), process.pid, process.create_time())
+        me = psutil.Process()
+        return cls(socket.gethostname(), _kernel(), me.pid, me.create_time(), progress_handle)
 
 
 class Peer:
@@ -43,6 +47,8 @@ class Peer:
 
     def __init__(self, identity: Identity) -> None:
         self.identity = identity
+        self.progress: PeerProgress | None = None
+        """Its position, where it can be read."""
         self._process: psutil.Process | None = None
         self._gone = False
         if identity.kernel != _kernel():
@@ -51,6 +57,7 @@ class Peer:
             process = psutil.Process(identity.pid)
             if process.create_time() == identity.started:
                 self._process = process
+                self.progress = _open_progress(identity)
             else:
                 self._gone = True
         except psutil.NoSuchProcess:
@@ -97,6 +104,15 @@ def die_with_launcher() -> None:
 def started_by_torchrun() -> bool:
     """torchrun's agent is our parent."""
     return "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def _open_progress(identity: Identity) -> PeerProgress | None:
+    if identity.progress_handle < 0:
+        return None
+    try:
+        return PeerProgress(identity.pid, identity.progress_handle)
+    except OSError:
+        return None
 
 
 def _kernel() -> str:
