@@ -86,7 +86,8 @@ def quantized_difference(got: Fp8Rows, want: Fp8Rows, exact: bool) -> str:
     """How two quantised outputs differ: by any byte, or when not ``exact`` by too much.
 
     Triton's interpreter loses the carry when rounding to e4m3: about 3% of its values come out
-    one FP8 step off or halved, so there all values must be within half and 95% within a step.
+    one FP8 step off or halved, so there all values must be within half and 95% within a step,
+    give or take eight values.
     """
     if exact:
         parts = {"scales": (got.scales, want.scales), "data": (got.data, want.data)}
@@ -95,7 +96,7 @@ def quantized_difference(got: Fp8Rows, want: Fp8Rows, exact: bool) -> str:
     atol = float(theirs.abs().max()) / 448 * 2**-8
     far = ~torch.isclose(mine, theirs, rtol=0.55, atol=atol)
     off = ~torch.isclose(mine, theirs, rtol=2**-3, atol=atol)
-    wrong = far.any() or off.float().mean() > 0.05
+    wrong = far.any() or int(off.sum()) > 0.05 * off.numel() + 8
     return f"{int(off.sum())} of {off.numel()} values are off" if wrong else ""
 
 

@@ -162,8 +162,16 @@ def place_routes(topk_ids: torch.Tensor, alignment: int, out: Places) -> Places:
     num_experts = out.counts.numel()
     per_slice = max(1, -(-routes // (slices * STEP))) * STEP
     experts = power_of_two(num_experts)
+    warps = 4 if experts <= 64 else 8
     _count_kernel[(slices,)](
-        topk_ids, out.scratch, routes, num_experts, per_slice, STEP=STEP, EXPERTS=experts
+        topk_ids,
+        out.scratch,
+        routes,
+        num_experts,
+        per_slice,
+        STEP=STEP,
+        EXPERTS=experts,
+        num_warps=warps,
     )
     _place_kernel[(slices,)](
         topk_ids,
@@ -181,6 +189,7 @@ def place_routes(topk_ids: torch.Tensor, alignment: int, out: Places) -> Places:
         EXPERTS=experts,
         SLICES=power_of_two(slices),
         ALIGNMENT=alignment,
+        num_warps=warps,
     )
     return out
 
