@@ -6,6 +6,7 @@
 #   MASTER     name or address of the first node, reachable from all
 #   RDZV_ID    any text that is this job's alone
 #   RDZV_PORT  a port that is free on the first node
+#   NODE_RANK  0 on the first node (default: Slurm's or the LeaderWorkerSet's number)
 set -euo pipefail
 # shellcheck source=launch/common.sh
 . "$(dirname "$0")/common.sh"
@@ -16,6 +17,7 @@ ranks=${ranks:-$gpus}
 
 nodes=${NNODES:-${LWS_GROUP_SIZE:-1}}
 master=${MASTER:-${LWS_LEADER_ADDRESS:-}}
+node_rank=${NODE_RANK:-${SLURM_NODEID:-${LWS_WORKER_INDEX:-}}}
 if [ "$nodes" -eq 1 ]; then
     torchrun --standalone --nproc-per-node "$ranks" -m epdecode.run "$@"
 fi
@@ -28,9 +30,13 @@ read -r interface address <<<"$route"
 export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-$interface}
 export NCCL_SOCKET_IFNAME=${NCCL_SOCKET_IFNAME:-$interface}
 export NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME=${NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME:-$interface}
+is_host=false
+[ "${node_rank:?several nodes, but NODE_RANK is not set}" -ne 0 ] || is_host=true
+# is_host: torchrun would compare MASTER with what this host's name resolves to, and where that is a
+# loopback address no node would take itself for the first one.
 # join_timeout: a node that never comes ends the job after two minutes, not ten.
 # local-addr: the ranks meet at this address; torchrun's own choice is the host name.
 torchrun --nnodes "$nodes" --nproc-per-node "$ranks" \
     --rdzv-backend c10d --rdzv-id "${RDZV_ID:?}" --rdzv-endpoint "$master:${RDZV_PORT:?}" \
-    --rdzv-conf join_timeout=120 --local-addr "$address" \
+    --rdzv-conf "is_host=$is_host,join_timeout=120" --local-addr "$address" \
     -m epdecode.run "$@"
