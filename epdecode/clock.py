@@ -40,7 +40,7 @@ class Clock(Protocol):
         """Fresh stage stamps."""
         ...
 
-    def time(self, step: Callable[[], None]) -> Elapsed:
+    def time(self, step: Callable[[], object]) -> Elapsed:
         """Start the step; the answer waits for its end and gives microseconds."""
         ...
 
@@ -80,7 +80,7 @@ class HostClock:
         """See Clock."""
         return HostRecorder()
 
-    def time(self, step: Callable[[], None]) -> Elapsed:
+    def time(self, step: Callable[[], object]) -> Elapsed:
         """See Clock."""
         begin = time.perf_counter()
         step()
@@ -89,6 +89,12 @@ class HostClock:
 
     def synchronize(self) -> None:
         """See Clock."""
+
+
+def _event(external: bool = False) -> torch.cuda.Event:
+    """A timing event; an external one is stamped at every replay of the graph it is in."""
+    made: torch.cuda.Event = torch.cuda.Event(enable_timing=True, external=external)  # type: ignore[no-untyped-call]
+    return made
 
 
 class CudaRecorder:
@@ -104,7 +110,7 @@ class CudaRecorder:
 
     def mark(self, stage: str) -> None:
         """See Recorder."""
-        event = torch.cuda.Event(enable_timing=True, external=True)
+        event = _event(external=True)
         event.record()
         self._stamps.append((stage, event))
 
@@ -125,17 +131,16 @@ class CudaClock:
         """See Clock."""
         return CudaRecorder()
 
-    def time(self, step: Callable[[], None]) -> Elapsed:
+    def time(self, step: Callable[[], object]) -> Elapsed:
         """See Clock."""
-        begin = torch.cuda.Event(enable_timing=True)
-        end = torch.cuda.Event(enable_timing=True)
+        begin, end = _event(), _event()
         begin.record()
         step()
         end.record()
 
         def elapsed() -> float:
             end.synchronize()
-            return 1e3 * begin.elapsed_time(end)
+            return 1e3 * float(begin.elapsed_time(end))
 
         return elapsed
 

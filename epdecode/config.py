@@ -28,13 +28,23 @@ class ParallelConfig:
 class TransportConfig:
     """The all-to-all."""
 
-    name: Literal["torch_a2a", "deepep_ll"] = "torch_a2a"
+    name: Literal["torch_a2a", "deepep_ll", "deepep_ht"] = "torch_a2a"
     """torch_a2a = bytes through torch.distributed, on any machine; deepep_ll = DeepEP's
-    low-latency kernels."""
+    low-latency kernels; deepep_ht = its high-throughput (normal) kernels."""
     max_tokens_per_rank: Size = 128
     """Rows one rank may dispatch in one step; sizes every buffer, the same on all ranks."""
     wire: Literal["fp8", "bf16"] = "fp8"
     """Format of dispatched rows. bf16 quantises after dispatch, in the experts."""
+    layout: Literal["auto", "masked", "packed"] = "auto"
+    """How rows arrive: masked = a block of fixed size per expert; packed = one block after the
+    other; auto = masked, and packed from deepep_ht, which knows no other."""
+    num_sms: Size = 20
+    """SMs that deepep_ht's kernels run on; even."""
+    worst_case_rows: bool | Literal["auto"] = "auto"
+    """Packed rows: take as many as could arrive, so that the host need not wait for their number;
+    one node only. auto = with deepep_ht in CUDA graphs, which can do no other."""
+    fused_reduce: bool = True
+    """Packed rows: gather, multiply by router weights and sum in one kernel; off = plain torch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +56,8 @@ class ExpertsConfig:
     triton_gemm = a grouped GEMM in Triton; auto = deepgemm on a GPU, torch_loop without."""
     scale_format: Literal["auto", "fp32", "ue8m0"] = "auto"
     """Scales of quantised activations; auto = what the GPU's GEMM takes."""
+    row_alignment: Size | Literal["auto"] = "auto"
+    """Packed rows: each expert's block starts at a multiple of this; auto = what the GEMM asks."""
     fused_activation: bool = True
     """SiLU * mul and quantisation in one kernel over valid rows only; off = plain torch."""
     fused_quant_layout: bool = True

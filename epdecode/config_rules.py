@@ -18,6 +18,10 @@ class Breach:
     accepted: str
     others: tuple[str, ...] = ()
 
+    def __str__(self) -> str:
+        """One line, for configs that come from no file."""
+        return f"{self.key}: got {self.got}, accepted: {self.accepted}"
+
 
 def config_rules(config: Config) -> Iterator[Breach]:
     """What a config breaks. Limits of the libraries and of the world size are the plan's."""

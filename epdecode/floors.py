@@ -1,4 +1,4 @@
-"""The least a stage can take: bytes it must move and operations it must do, over the device's rates.
+"""The least a stage can take: bytes to move and operations to do, over the device's rates.
 
 Weights of every expert hit are read once, each received row is read and written once. Pure.
 """
@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from epdecode.hardware import Device
 from epdecode.models import ModelShape
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Floor:
@@ -22,28 +23,52 @@ class Floor:
 
 def expected_hit(num_experts: int, num_local: int, selections: float) -> float:
     """Local experts that at least one of ``selections`` uniform choices reaches, on average."""
-    return num_local * (1.0 - (1.0 - 1.0 / num_experts) ** selections)
+    return num_local * (1.0 - float((1.0 - 1.0 / num_experts) ** selections))
+
+
+def copies_per_token(layout: str, top_k: int, num_experts: int, num_ranks: int) -> float:
+    """Times a token is sent: once per expert when masked, once per rank that holds one of its
+    experts when packed (ranks hit on average by top_k distinct uniform choices)."""
+    if layout == "masked":
+        return top_k
+    local = num_experts // num_ranks
+    missed = 1.0
+    for chosen in range(top_k):
+        missed *= max(0, num_experts - local - chosen) / (num_experts - chosen)
+    return num_ranks * (1.0 - missed)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traffic:
+    """What one layer of one rank has to do.
+
+    tokens: tokens of this rank; copies: times each is sent, fewer than top_k when one copy serves
+    all experts of a rank; rows: rows of its experts; experts_hit: local experts with a row.
+    """
+
+    tokens: float
+    copies: float
+    rows: float
+    experts_hit: float
 
 
 def stage_floors(
     model: ModelShape,
+    traffic: Traffic,
     *,
-    tokens: float,
-    rows: float,
-    experts_hit: float,
     wire_fp8: bool,
     shared_wire: bool,
     device: Device | None,
 ) -> dict[str, Floor]:
     """Floors of one layer for one rank.
 
-    tokens: tokens of this rank; rows: rows received by its experts; experts_hit: local experts
-    with at least one row; shared_wire: the transport's peers are on this GPU (or it has none), so
-    the wire is device memory and not NVLink.
+    shared_wire: the transport's peers are on this GPU (or it has none), so the wire is device
+    memory and not NVLink.
     """
+    tokens, rows, experts_hit = traffic.tokens, traffic.rows, traffic.experts_hit
+    sent, arrived = tokens * traffic.copies, rows * traffic.copies / model.top_k
     hidden, size = model.hidden, model.expert_size
     weight = 1 if model.weight_format == "fp8_block128" else 2
-    sent = tokens * model.top_k
     message = hidden + hidden // 32 if wire_fp8 else 2 * hidden
     act = size + size // 32 if wire_fp8 else 2 * size
     scale = 1 + 4 / 128**2 if weight == 1 else 1
@@ -56,14 +81,14 @@ def stage_floors(
             2 * tokens * hidden * model.num_experts,
         ),
         "dispatch_send": (sent * message, 0),
-        "dispatch_wait": (2 * rows * message, 0),
+        "dispatch_wait": ((arrived + rows) * message, 0),
         "gate_up_gemm": (
             gate_up_weights + rows * (message + 4 * size),
             4 * rows * hidden * size,
         ),
         "act_quant": (rows * (4 * size + act), 0),
         "down_gemm": (down_weights + rows * (act + 2 * hidden), 2 * rows * hidden * size),
-        "combine_send": (2 * rows * 2 * hidden, 0),
+        "combine_send": ((rows + arrived) * 2 * hidden, 0),
         "combine_wait": (sent * 2 * hidden + tokens * 2 * hidden, 0),
         "shared_expert": (
             3 * shared * hidden * weight * scale + tokens * 4 * hidden if shared else 0,

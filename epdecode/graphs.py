@@ -69,6 +69,8 @@ class StepOutput:
 class Step(Protocol):
     """Runs all layers on the static inputs."""
 
+    kind: str
+    """eager or graph: how the steps really run."""
     inputs: StepInputs
 
     def __call__(self, bucket: int) -> StepOutput:

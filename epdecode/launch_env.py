@@ -64,12 +64,10 @@ def read_launch(env: Mapping[str, str]) -> Launch:
     missing = [name for name in (*_NUMBERS, "MASTER_ADDR") if name not in present]
     if missing:
         raise EnvironmentFault(
-            f"{', '.join(ranks)} set but {', '.join(missing)} not: start with `{EXAMPLE}`, or unset "
-            f"{', '.join(ranks)} for a world of one"
+            f"{', '.join(ranks)} set but {', '.join(missing)} not: start with `{EXAMPLE}`, or "
+            f"unset {', '.join(ranks)} for a world of one"
         )
-    numbers = {
-        field: _number(env, name, least) for name, (field, least) in _NUMBERS.items()
-    }
+    numbers = {field: _number(env, name, least) for name, (field, least) in _NUMBERS.items()}
     launch = Launch(
         **numbers,
         master_addr=env["MASTER_ADDR"],

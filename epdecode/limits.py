@@ -6,8 +6,17 @@ Versions: DeepEP 1.2.1 (commit 92fe2de and the wheel built from it), DeepGEMM 2.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from epdecode.limit_rule import Limit, Request, nearest_of
+from epdecode.limits_ht import HT_LIMITS
+
+__all__ = [
+    "LIMITS",
+    "Limit",
+    "Request",
+    "low_latency_bytes",
+    "qp_depth_needed",
+    "violations",
+]
 
 LL_HIDDEN = (2048, 2560, 3072, 4096, 5120, 6144, 7168, 8192)
 LL_MAX_TOP_K = 11
@@ -15,37 +24,6 @@ LL_MAX_TOKENS = 1024
 LL_MAX_BYTES = 16 * (2**31 - 1)
 QP_DEPTH_DEFAULT = 1024
 ROUTER_MAX_TOP_K = 32
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
-    """The numbers a transport and a GEMM are asked for."""
-
-    transport: str
-    wire: str
-    hidden: int
-    expert_size: int
-    top_k: int
-    num_experts: int
-    ep: int
-    max_tokens: int
-    num_sms: int = 132
-    qp_depth_set: int | None = None
-    """NVSHMEM_QP_DEPTH where the environment sets it."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Limit:
-    """One rule of one library."""
-
-    key: str
-    transports: tuple[str, ...]
-    source: str
-    check: Callable[[Request], str | None]
-
-
-def _nearest(value: int, legal: tuple[int, ...]) -> int:
-    return min(legal, key=lambda candidate: abs(candidate - value))
 
 
 def _divides(r: Request) -> str | None:
@@ -75,7 +53,7 @@ def _ll_hidden(r: Request) -> str | None:
     if r.hidden in LL_HIDDEN:
         return None
     names = ", ".join(map(str, LL_HIDDEN))
-    return f"hidden {r.hidden}; compiled for: {names} (nearest {_nearest(r.hidden, LL_HIDDEN)})"
+    return f"hidden {r.hidden}; compiled for: {names} (nearest {nearest_of(r.hidden, LL_HIDDEN)})"
 
 
 def _ll_fp8_hidden(r: Request) -> str | None:
@@ -119,7 +97,9 @@ def _ll_warps(r: Request) -> str | None:
     groups = -(-r.num_experts // r.num_sms)
     if groups < 15 and groups * (32 // groups) >= 12:
         return None
-    return f"{r.num_experts} experts on {r.num_sms} SMs need {groups} warp groups; fewer than 15 fit"
+    return (
+        f"{r.num_experts} experts on {r.num_sms} SMs need {groups} warp groups; fewer than 15 fit"
+    )
 
 
 def qp_depth_needed(max_tokens: int) -> int:
@@ -184,6 +164,7 @@ LIMITS: tuple[Limit, ...] = (
         source="DeepEP 1.2.1 csrc/deep_ep.cpp: rdma bytes / 16 fit an int",
         check=_ll_bytes,
     ),
+    *HT_LIMITS,
 )
 
 

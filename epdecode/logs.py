@@ -1,4 +1,4 @@
-"""Logs: stderr for people (rank 0 from INFO, the others from WARNING), a file per rank for DEBUG."""
+"""Logs: stderr for people (rank 0 INFO, the others WARNING), a DEBUG file per rank."""
 
 from __future__ import annotations
 

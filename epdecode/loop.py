@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
@@ -11,8 +12,9 @@ from epdecode.build import Runtime
 from epdecode.clock import Elapsed
 from epdecode.graphs import Step, fill
 from epdecode.inputs import Planned
+from epdecode.samples import Pass
 
-Note = Callable[[str, int, float, dict[str, float] | None], None]
+Note = Callable[[Pass, int, float, dict[str, float] | None], None]
 """note(pass, step, microseconds, stages): called for each step when its end has passed."""
 
 
@@ -62,7 +64,7 @@ def _plain(
     for index in range(steps):
         planned = batches[index % len(batches)]
         fill(step.inputs, planned.batch, planned.bucket)
-        elapsed = runtime.clock.time(lambda bucket=planned.bucket: step(bucket))
+        elapsed = runtime.clock.time(partial(step, planned.bucket))
         timed.tokens += sum(planned.counts)
         if under_way:
             finish(*under_way)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from epdecode import limits
 from epdecode.config import Config
 from epdecode.hardware import GIB, Device
+from epdecode.limit_rule import Request
 from epdecode.models import ModelShape
+from epdecode.plan_transport import TransportPlan
 
 CONTEXT_BYTES = 1 * GIB
 """CUDA context, loaded modules and cuBLAS workspace of one process (measured: 0.6 to 0.9 GiB)."""
@@ -28,23 +29,23 @@ def _matrix_bytes(rows: int, columns: int, weight_format: str) -> int:
 
 
 def of_rank(
-    config: Config, model: ModelShape, request: limits.Request, rdma_bytes: int
+    config: Config,
+    model: ModelShape,
+    request: Request,
+    transport: TransportPlan,
+    workspaces: tuple[int, int],
 ) -> dict[str, int]:
     """Bytes by category for one rank.
 
-    The worst case is the plan: every buffer has room for all tokens of all ranks on one expert.
+    The worst case is the plan: every buffer has room for all tokens of all ranks on one rank.
     """
     num_local = request.num_experts // request.ep
-    received = num_local * request.ep * request.max_tokens
     hidden, size = model.hidden, model.expert_size
-    message = hidden + hidden // 32 if request.wire == "fp8" else 2 * hidden
-    activation = size + size // 32 if model.weight_format == "fp8_block128" else 2 * size
     shared = 3 * model.shared_size * hidden * (1 if model.weight_format == "fp8_block128" else 2)
     gate = 2 * model.num_experts * hidden
     categories = {
         "weights": config.layers * (weight_bytes(model, num_local) + shared + gate),
-        "receive": received * message,
-        "workspaces": received * (4 * size + activation + 2 * hidden),
+        **_LAYOUTS[transport.layout](config, model, request, transport, workspaces),
         "activations": 24 * (config.layers + 2) * request.max_tokens * hidden
         + 16 * request.max_tokens * model.num_experts,
     }
@@ -52,11 +53,60 @@ def of_rank(
         categories["verification"] = (
             3 * 4 * size * hidden + 3 * 4 * request.ep * request.max_tokens * hidden
         )
-    if request.transport == "deepep_ll":
-        granules = -(-rdma_bytes // NVSHMEM_GRANULARITY)
-        categories["transport_buffer"] = granules * NVSHMEM_GRANULARITY + DEEPEP_WORKSPACE
+    if transport.name.startswith("deepep"):
+        granules = -(-transport.rdma_bytes // NVSHMEM_GRANULARITY)
+        categories["transport_buffer"] = (
+            granules * NVSHMEM_GRANULARITY + transport.nvl_bytes + DEEPEP_WORKSPACE
+        )
         categories["context"] = CONTEXT_BYTES
     return categories
+
+
+def _message(model: ModelShape, wire: str) -> int:
+    """Bytes of a dispatched row, scales included."""
+    return model.hidden + model.hidden // 32 if wire == "fp8" else 2 * model.hidden
+
+
+def _masked(
+    config: Config,
+    model: ModelShape,
+    request: Request,
+    transport: TransportPlan,
+    workspaces: tuple[int, int],
+) -> dict[str, int]:
+    received = request.num_experts * request.max_tokens
+    size = model.expert_size
+    activation = size + size // 32 if model.weight_format == "fp8_block128" else 2 * size
+    return {
+        "receive": received * _message(model, transport.wire),
+        "workspaces": received * (4 * size + activation + 2 * model.hidden),
+    }
+
+
+def _packed(
+    config: Config,
+    model: ModelShape,
+    request: Request,
+    transport: TransportPlan,
+    workspaces: tuple[int, int],
+) -> dict[str, int]:
+    """A graph keeps the received rows of every layer: they were in use on two streams."""
+    received, rows = transport.received_rows, transport.packed_rows
+    message = _message(model, transport.wire)
+    arrival = received * (message + 12 * model.top_k + 4)
+    categories = {
+        "receive": arrival * (config.layers if config.graph.enabled else 2),
+        "packing": rows * (message + 4)
+        + received * (2 * model.hidden + 4 * model.top_k)
+        + (request.max_tokens * message if transport.wire == "fp8" else 0),
+        "workspaces": sum(workspaces),
+    }
+    if not transport.fused_reduce:
+        categories["reduce"] = received * model.top_k * model.hidden * 10
+    return categories
+
+
+_LAYOUTS = {"masked": _masked, "packed": _packed}
 
 
 def does_not_fit(

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 import torch
 
 from epdecode.build import Runtime
-from epdecode.floors import stage_floors, weight_floor_us
+from epdecode.floors import Traffic, stage_floors, weight_floor_us
 from epdecode.loop import Timed
 from epdecode.plan import Plan, to_json
 from epdecode.provenance import make_provenance
@@ -18,6 +18,7 @@ from epdecode.result import (
     MemoryUse,
     Method,
     Result,
+    RunStatus,
     StepCounts,
     Timing,
     Verification,
@@ -79,7 +80,7 @@ def make_result(name: str, setup: Setup, runtime: Runtime, measured: Measured) -
     return withhold_speed(result) if plan.shared_gpu else result
 
 
-def _status(verification: Verification | None) -> str:
+def _status(verification: Verification | None) -> RunStatus:
     return "wrong" if verification and not verification.passed else "passed"
 
 
@@ -144,9 +145,12 @@ def _floors(plan: Plan, timed: Timed, load: _Load, timing: Timing) -> dict[str, 
         return {}
     made = stage_floors(
         plan.model,
-        tokens=timed.tokens / len(timed.plain) / plan.world_size,
-        rows=load.busiest_rows,
-        experts_hit=load.experts_hit,
+        Traffic(
+            tokens=timed.tokens / len(timed.plain) / plan.world_size,
+            copies=plan.copies_per_token,
+            rows=load.busiest_rows,
+            experts_hit=load.experts_hit,
+        ),
         wire_fp8=plan.transport.wire == "fp8",
         shared_wire=plan.world_size == plan.ranks_per_gpu,
         device=plan.device,
@@ -183,6 +187,7 @@ def _memory(runtime: Runtime) -> dict[str, MemoryUse]:
     plan, world = runtime.plan, runtime.world
     peaks = dict(runtime.memory) if world.device.type == "cuda" else {}
     if world.device.type == "cuda":
+        torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(world.device)
         peaks["total"] = (total - free) // plan.ranks_per_gpu
     names = sorted(peaks)
@@ -190,9 +195,7 @@ def _memory(runtime: Runtime) -> dict[str, MemoryUse]:
     most = torch.cat(world.gather(values)).amax(0).tolist()
     peak = {name: int(value) for name, value in zip(names, most, strict=True)}
     planned = {**plan.memory, "total": plan.memory_bytes}
-    return {
-        name: MemoryUse(planned=size, peak=peak.get(name)) for name, size in planned.items()
-    }
+    return {name: MemoryUse(planned=size, peak=peak.get(name)) for name, size in planned.items()}
 
 
 def _step_counts(measured: Measured) -> StepCounts:

@@ -7,26 +7,24 @@ any process group or allocation, and every broken rule is reported at once.
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from epdecode import limits, memory
 from epdecode.config import Config
+from epdecode.config_rules import config_rules, model_rules
 from epdecode.errors import ConfigError
-from epdecode.floors import Floor, expected_hit, stage_floors, weight_floor_us
+from epdecode.floors import (
+    Floor,
+    Traffic,
+    copies_per_token,
+    expected_hit,
+    stage_floors,
+    weight_floor_us,
+)
 from epdecode.hardware import Device, resolve_device
 from epdecode.models import ModelShape
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TransportPlan:
-    """What the transport is built with."""
-
-    name: str
-    wire: str
-    rdma_bytes: int
-    """From the formula; on a GPU the library's hint is used and both are recorded."""
-    num_qps: int
-    qp_depth: int
+from epdecode.plan_transport import TransportPlan, plan_transport, transport_problems
+from epdecode.workspaces import workspace_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,9 +32,11 @@ class ExpertsPlan:
     """What the experts member is built with."""
 
     name: str
-    scale_format: str
+    scale_format: Literal["fp32", "ue8m0"]
     fused_activation: bool
     fused_quant_layout: bool
+    workspace_bytes: tuple[int, int] = (0, 0)
+    """Packed rows: the two workspaces that all stages and layers share (workspaces.py)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +65,8 @@ class Plan:
     floors: dict[str, Floor]
     """Per stage, one layer, one rank, at tokens_per_rank and uniform routing."""
     weight_floor_us: float | None
+    copies_per_token: float
+    """Times a token is sent: once per expert, or (packed) once per rank, at uniform routing."""
     chosen: dict[str, str]
     """Whatever ``auto`` became, and why."""
 
@@ -114,9 +116,10 @@ def make_plan(
         ep=world_size,
         max_tokens=config.transport.max_tokens_per_rank,
         num_sms=device.num_sms if device else 132,
+        comm_sms=config.transport.num_sms,
         qp_depth_set=qp_depth_set,
     )
-    problems = limits.violations(request) + _router_problems(shape)
+    problems = limits.violations(request) + [str(breach) for breach in model_rules(shape)]
     if problems:
         raise ConfigError(_report(problems))
     plan = _assemble(config, shape, request, device, ranks_per_gpu)
@@ -133,20 +136,13 @@ def _assemble(
     ranks_per_gpu: int,
 ) -> Plan:
     experts, chosen = _choose_experts(config, device)
+    transport, chosen_too = plan_transport(config, request, experts.name)
+    experts = _with_workspaces(experts, model, transport)
     num_local = request.num_experts // request.ep
     tokens = config.batch.tokens_per_rank
     rows = tokens * model.top_k
     hit = expected_hit(request.num_experts, num_local, request.ep * rows)
-    low_latency = request.transport == "deepep_ll"
-    transport = TransportPlan(
-        name=request.transport,
-        wire=request.wire,
-        rdma_bytes=limits.low_latency_bytes(request.max_tokens, model.hidden, model.num_experts)
-        if low_latency
-        else 0,
-        num_qps=num_local if low_latency else 0,
-        qp_depth=_qp_depth(request) if low_latency else 0,
-    )
+    copies = copies_per_token(transport.layout, model.top_k, request.num_experts, request.ep)
     return Plan(
         model=model,
         layers=config.layers,
@@ -162,18 +158,17 @@ def _assemble(
         experts=experts,
         graph_enabled=config.graph.enabled,
         device=device,
-        memory=memory.of_rank(config, model, request, transport.rdma_bytes),
+        memory=memory.of_rank(config, model, request, transport, experts.workspace_bytes),
         floors=stage_floors(
             model,
-            tokens=tokens,
-            rows=rows,
-            experts_hit=hit,
+            Traffic(tokens=tokens, copies=copies, rows=rows, experts_hit=hit),
             wire_fp8=request.wire == "fp8",
             shared_wire=request.ep == ranks_per_gpu,
             device=device,
         ),
         weight_floor_us=weight_floor_us(model, hit, device),
-        chosen=chosen,
+        copies_per_token=copies,
+        chosen=chosen | chosen_too,
     )
 
 
@@ -195,38 +190,9 @@ def _structure_problems(config: Config, model: ModelShape, world_size: int) -> l
         problems.append(
             f"layers: got {config.layers}; {model.name} has {model.num_moe_layers} MoE layers"
         )
-    most = config.transport.max_tokens_per_rank
-    if (largest := max(config.batch.buckets)) > most:
-        problems.append(
-            f"batch.buckets: {largest} > transport.max_tokens_per_rank {most}; "
-            f"accepted: buckets up to {most}"
-        )
-    if config.batch.tokens_per_rank > largest:
-        problems.append(
-            f"batch.tokens_per_rank: got {config.batch.tokens_per_rank}; accepted: at most the "
-            f"largest bucket, {largest}"
-        )
-    if config.graph.enabled and config.transport.name == "torch_a2a":
-        problems.append(
-            "graph.enabled: torch_a2a goes through the host and cannot be captured in a CUDA "
-            "graph; accepted: false, or transport.name: deepep_ll"
-        )
+    problems += [str(breach) for breach in config_rules(config)]
+    problems += transport_problems(config, world_size)
     return problems
-
-
-def _router_problems(model: ModelShape) -> list[str]:
-    router = model.router
-    if model.num_experts % router.n_group:
-        return [
-            f"model.router.n_group: {router.n_group} does not divide {model.num_experts} experts"
-        ]
-    reachable = model.num_experts // router.n_group * router.topk_group
-    if reachable < model.top_k:
-        return [
-            f"model.router.topk_group: {router.topk_group} of {router.n_group} groups reach "
-            f"{reachable} experts, fewer than top-k {model.top_k}"
-        ]
-    return []
 
 
 def _effective_model(config: Config, model: ModelShape, world_size: int) -> ModelShape:
@@ -262,14 +228,20 @@ def _choose_experts(config: Config, device: Device | None) -> tuple[ExpertsPlan,
     return plan, chosen
 
 
-def _qp_depth(request: limits.Request) -> int:
-    if request.qp_depth_set is not None:
-        return request.qp_depth_set
-    needed = limits.qp_depth_needed(request.max_tokens)
-    depth = limits.QP_DEPTH_DEFAULT
-    while depth < needed:
-        depth *= 2
-    return depth
+def _with_workspaces(
+    experts: ExpertsPlan, model: ModelShape, transport: TransportPlan
+) -> ExpertsPlan:
+    if transport.layout == "masked":
+        return experts
+    made = workspace_bytes(
+        experts.name,
+        model,
+        rows=transport.packed_rows,
+        wire=transport.wire,
+        fused_activation=experts.fused_activation,
+        fused_quant_layout=experts.fused_quant_layout,
+    )
+    return replace(experts, workspace_bytes=made)
 
 
 def _report(problems: list[str]) -> str:

@@ -30,9 +30,7 @@ class RoutingJob:
 
 def uniform(job: RoutingJob) -> torch.Tensor:
     """top_k distinct experts, each as likely as any other."""
-    gen = generator(
-        torch.device("cpu"), "uniform", job.seed, job.rank, job.layer, job.step
-    )
+    gen = generator(torch.device("cpu"), "uniform", job.seed, job.rank, job.layer, job.step)
     return torch.rand(job.tokens, job.num_experts, generator=gen).argsort(dim=1)[:, : job.top_k]
 
 

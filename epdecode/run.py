@@ -9,6 +9,7 @@ import argparse
 import logging
 import os
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from epdecode.build import Runtime, build
 from epdecode.config_load import find_preset, resolved_yaml
 from epdecode.errors import Exit, UserError
 from epdecode.inputs import make_batches
-from epdecode.launch_env import read_launch
+from epdecode.launch_env import Launch, read_launch
 from epdecode.loop import timed_steps
 from epdecode.outcome import Measured, make_result
 from epdecode.plan import render
@@ -35,24 +36,27 @@ log = logging.getLogger("epdecode.run")
 
 VERIFIED = 4
 """Batches whose every layer and row is compared with the plain path."""
+PRINTING_S = 2.0
+"""torchrun ends all ranks when one leaves with an error; the one that prints gets this long."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the job on this rank; the exit code of errors.Exit."""
     args = _parse(argv)
+    launch = Launch()
     try:
         launch = read_launch(os.environ)
         logs.to_stderr(launch.rank)
         setup = prepare(args.config, args.override)
     except UserError as error:
-        return _refuse(error)
+        return _refuse(error, launch)
     if args.print_config:
         sys.stdout.write(resolved_yaml(setup.config, args.config) if launch.rank == 0 else "")
         return Exit.OK
     try:
         return _job(args, setup)
     except UserError as error:
-        return _refuse(error)
+        return _complain(error)
     finally:
         world.leave()
 
@@ -60,9 +64,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="torchrun ... -m epdecode.run",
-        description="Time the decode-time MoE layer under expert parallelism, and check its numbers.",
-        epilog="example: torchrun --nproc-per-node 2 -m epdecode.run --config configs/cpu-tiny.yaml "
-        "run.steps=50 batch.tokens_per_rank=8",
+        description="Time the decode MoE layer under expert parallelism, and check its numbers.",
+        epilog="example: torchrun --nproc-per-node 2 -m epdecode.run "
+        "--config configs/cpu-tiny.yaml run.steps=50 batch.tokens_per_rank=8",
     )
     parser.add_argument("--config", help="a YAML file or the name of a preset (default: cpu-tiny)")
     parser.add_argument("--out", type=Path, default=Path("runs"), help="folder of run folders")
@@ -131,8 +135,17 @@ def _report(result: Result, folder: RunFolder, ranks: world.World) -> int:
     return code
 
 
-def _refuse(error: UserError) -> int:
+def _refuse(error: UserError, launch: Launch) -> int:
+    """Every rank reads the same files: one a node says what is wrong, before the others leave."""
+    if launch.local_rank == 0:
+        return _complain(error)
+    time.sleep(PRINTING_S)
+    return error.exit_code
+
+
+def _complain(error: UserError) -> int:
     sys.stderr.write(f"epdecode: {error}\n")
+    sys.stderr.flush()
     return error.exit_code
 
 

@@ -22,7 +22,6 @@ from epdecode.launch_env import Launch, read_launch
 from epdecode.models import ModelShape
 from epdecode.plan import Plan, make_plan, to_json
 from epdecode.provenance import loaded_versions
-from epdecode.registry import load_member
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +58,8 @@ def prepare(config_path: str | Path | None, overrides: Sequence[str] = ()) -> Se
         ranks_per_gpu=_ranks_per_gpu(launch, device),
         qp_depth_set=_qp_depth(os.environ),
     )
-    load_member("transport", transport.MEMBERS, plan.transport.name)
-    load_member("experts", experts.MEMBERS, plan.experts.name)
+    transport.load_transport(plan)
+    experts.load_experts(plan)
     return Setup(config, model, digest(config, model), launch, device, plan)
 
 

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Protocol
 
 import torch
 
-from epdecode.batch import ExpertWeights, MaskedBatch, Rows, no_mark
-from epdecode.experts import Experts
+from epdecode.batch import ExpertWeights, Fp8Rows, MaskedBatch, Rows, no_mark
+from epdecode.config import Config
+from epdecode.experts import Experts, build_experts
+from epdecode.kernels.fp8 import mn_major_scales, num_groups, quantize_ref
+from epdecode.kernels.group_quant import group_quant
+from epdecode.plan import Plan
+from epdecode.weights import LayerWeights
 
 Fill = Callable[[torch.Tensor, Rows], None]
 """fill(normed, rows): bring normed [T, H] into the first T rows of the input buffer."""
@@ -64,7 +70,7 @@ class StreamLane:
     """A CUDA stream of its own, forked from and joined to the current one; capturable."""
 
     def __init__(self) -> None:
-        self._stream = torch.cuda.Stream()
+        self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
     def run(self, work: Callable[[], None]) -> None:
         """See Lane."""
@@ -109,3 +115,65 @@ class GroupedSharedExpert:
         if self._out is None:
             raise RuntimeError("add_to before start")
         return routed + self._out[0, : routed.shape[0]]
+
+
+def shared_maker(
+    config: Config, plan: Plan, device: torch.device
+) -> Callable[[LayerWeights], SharedExpert]:
+    """One experts member of one group, its input buffer and its lane, used by all layers."""
+    if not plan.model.shared_size:
+        return lambda weights: NoSharedExpert()
+    wide = replace(plan.model, expert_size=plan.model.shared_size)
+    masked = replace(plan.transport, layout="masked")
+    experts = build_experts(
+        replace(plan, model=wide, num_local_experts=1, capacity=plan.max_tokens, transport=masked),
+        device,
+    )
+    rows = _shared_rows(plan, device)
+    fill = _fill(plan, device)
+    aside = config.overlap.shared_expert and device.type == "cuda"
+    lane: Lane = StreamLane() if aside else SerialLane()
+
+    def build_one(weights: LayerWeights) -> SharedExpert:
+        if weights.shared is None:
+            raise RuntimeError("the model has a shared expert but its weights are missing")
+        return GroupedSharedExpert(experts, weights.shared, rows, fill, lane)
+
+    return build_one
+
+
+def _shared_rows(plan: Plan, device: torch.device) -> Rows:
+    shape = (1, plan.max_tokens, plan.model.hidden)
+    if plan.transport.wire == "bf16":
+        return torch.zeros(shape, dtype=torch.bfloat16, device=device)
+    groups = num_groups(plan.model.hidden, "hidden")
+    return Fp8Rows(
+        torch.zeros(shape, dtype=torch.float8_e4m3fn, device=device),
+        mn_major_scales(1, plan.max_tokens, groups, plan.experts.scale_format, device),
+    )
+
+
+def _fill(plan: Plan, device: torch.device) -> Fill:
+    """How this rank's normed rows become the shared expert's input."""
+    if plan.transport.wire == "bf16":
+        return _copy_rows
+    scale_format = plan.experts.scale_format
+
+    def quantise(normed: torch.Tensor, rows: Rows) -> None:
+        assert isinstance(rows, Fp8Rows)
+        made = quantize_ref(normed, scale_format)
+        rows.data[0, : normed.shape[0]] = made.data
+        rows.scales[0, : normed.shape[0]] = made.scales
+
+    def quantise_fused(normed: torch.Tensor, rows: Rows) -> None:
+        assert isinstance(rows, Fp8Rows)
+        tokens = normed.shape[0]
+        out = Fp8Rows(rows.data[0, :tokens], rows.scales[0, :tokens])
+        group_quant(normed, scale_format, "column", out)
+
+    return quantise_fused if device.type == "cuda" else quantise
+
+
+def _copy_rows(normed: torch.Tensor, rows: Rows) -> None:
+    assert isinstance(rows, torch.Tensor)
+    rows[0, : normed.shape[0]] = normed

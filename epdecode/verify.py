@@ -17,6 +17,7 @@ from epdecode.build import Runtime
 from epdecode.experts.reference import as_fp8_input, expert_mlp, plain_weights, select
 from epdecode.graphs import Step, fill
 from epdecode.inputs import Planned
+from epdecode.kernels.fp8 import ScaleFormat
 from epdecode.kernels.rms_norm import rms_norm_ref
 from epdecode.layer import NORM_EPS, LayerTrace
 from epdecode.plan import Plan
@@ -91,7 +92,7 @@ def reference_layer(
 
 
 def _run(
-    rows: torch.Tensor, weights: ExpertWeights, expert: int, act_format: str | None
+    rows: torch.Tensor, weights: ExpertWeights, expert: int, act_format: ScaleFormat | None
 ) -> torch.Tensor:
     gate_up = plain_weights(select(weights.gate_up, expert))
     down = plain_weights(select(weights.down, expert))

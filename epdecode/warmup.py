@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
@@ -61,7 +62,7 @@ def warm_up(runtime: Runtime, step: Step, batches: Sequence[Planned], steps: int
     for index in range(steps):
         planned = batches[index % len(batches)]
         fill(step.inputs, planned.batch, planned.bucket)
-        took = runtime.clock.time(lambda bucket=planned.bucket: step(bucket))()
+        took = runtime.clock.time(partial(step, planned.bucket))()
         first = first or took
     runtime.clock.synchronize()
     return first

@@ -99,4 +99,5 @@ def _empty(shape: tuple[int, int, int], weight_format: str, device: torch.device
 def _normal(
     shape: tuple[int, int], inputs: int, device: torch.device, *names: object
 ) -> torch.Tensor:
-    return torch.randn(shape, device=device, generator=generator(device, *names)) / inputs**0.5
+    made = torch.randn(shape, device=device, generator=generator(device, *names))
+    return made.mul_(inputs**-0.5)

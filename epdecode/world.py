@@ -11,6 +11,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
 from epdecode.errors import ConfigError, EnvironmentFault, UserError
 from epdecode.launch_env import Launch, check_network
@@ -26,7 +27,7 @@ class World:
     local_size: int
     device: torch.device
     group: dist.ProcessGroup
-    store: dist.Store
+    store: Store
 
     def barrier(self) -> None:
         """Wait for every rank (host side)."""
@@ -60,12 +61,12 @@ def choose_device(local_rank: int, cpu: bool) -> torch.device:
     return device
 
 
-def open_store(launch: Launch, timeout_s: float) -> dist.Store:
+def open_store(launch: Launch, timeout_s: float) -> Store:
     """The key-value store of this launch; a world of one keeps its own in memory."""
     if launch.world_size == 1 and not launch.master_addr:
-        return dist.HashStore()
+        return HashStore()
     try:
-        return dist.TCPStore(
+        return TCPStore(
             launch.master_addr,
             launch.master_port,
             launch.world_size,
@@ -81,7 +82,7 @@ def open_store(launch: Launch, timeout_s: float) -> dist.Store:
 
 
 def agree(
-    store: dist.Store,
+    store: Store,
     launch: Launch,
     facts: Mapping[str, Mapping[str, str]],
     timeout_s: float,
@@ -110,7 +111,7 @@ def agree(
         raise (ConfigError if kind == "config" else EnvironmentFault)(message)
 
 
-def _collect(store: dist.Store, launch: Launch, timeout_s: float) -> list[dict[str, str]]:
+def _collect(store: Store, launch: Launch, timeout_s: float) -> list[dict[str, str]]:
     keys = [f"agree/{rank}" for rank in range(launch.world_size)]
     try:
         store.wait(keys, timedelta(seconds=timeout_s))
@@ -123,9 +124,7 @@ def _collect(store: dist.Store, launch: Launch, timeout_s: float) -> list[dict[s
     return [json.loads(store.get(key)) for key in keys]
 
 
-def join(
-    launch: Launch, store: dist.Store, device: torch.device, timeout_s: float
-) -> World:
+def join(launch: Launch, store: Store, device: torch.device, timeout_s: float) -> World:
     """The only init_process_group: gloo over the store."""
     if launch.one_node:
         # One host needs no other interface, and nobody outside should be able to connect.
@@ -134,7 +133,7 @@ def join(
     try:
         dist.init_process_group(
             "gloo",
-            store=dist.PrefixStore("gloo", store),
+            store=PrefixStore("gloo", store),
             rank=launch.rank,
             world_size=launch.world_size,
             timeout=timedelta(seconds=timeout_s),

@@ -1,4 +1,4 @@
-"""Options and fixtures that every test may use. Devices are a fixture's business, never a test's."""
+"""Options and fixtures that every test may use. Devices are a fixture's business."""
 
 from __future__ import annotations
 

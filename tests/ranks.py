@@ -92,7 +92,7 @@ def _rank(
             _send(pipe, True, function(world, *args))
         finally:
             worlds.leave()
-    except BaseException:
+    except BaseException:  # noqa: BLE001 - whatever it was, the parent raises it
         _send(pipe, False, traceback.format_exc())
 
 

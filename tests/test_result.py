@@ -147,7 +147,7 @@ def test_shared_gpu_result_cannot_carry_a_speed():
     document = json.loads(text)
     assert document["timing"] is None
     assert document["floors"]["gate_up_gemm"]["fraction"] is None
-    assert document["floors"]["gate_up_gemm"]["floor_us"] == 215.5
+    assert document["floors"]["gate_up_gemm"]["floor_us"] == 45.4
     with pytest.raises(ValueError, match=r"result\.layer_floor\.fraction"):
         to_json(replace(withhold_speed(result), layer_floor=result.layer_floor))
 

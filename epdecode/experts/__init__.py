@@ -29,10 +29,25 @@ class Experts(Protocol):
 MEMBERS = {
     "torch_loop": "epdecode.experts.torch_loop:TorchLoop",
     "deepgemm": "epdecode.experts.deepgemm:DeepGemm",
+    "triton_gemm": "epdecode.experts.triton_gemm:TritonGemm",
 }
+"""Those that take a MaskedBatch."""
+
+PACKED_MEMBERS = {
+    "torch_loop": "epdecode.experts.torch_loop_packed:TorchLoopPacked",
+    "deepgemm": "epdecode.experts.deepgemm_packed:DeepGemmPacked",
+}
+"""Those that take a PackedBatch."""
+
+_BY_LAYOUT = {"masked": MEMBERS, "packed": PACKED_MEMBERS}
+
+
+def load_experts(plan: Plan) -> Any:
+    """The class the plan names; raises EnvironmentFault when its library cannot be loaded."""
+    return load_member("experts", _BY_LAYOUT[plan.transport.layout], plan.experts.name)
 
 
 def build_experts(plan: Plan, device: torch.device) -> Experts:
     """The experts member the plan names, with its workspaces allocated."""
-    member: Experts = load_member("experts", MEMBERS, plan.experts.name)(plan, device)
+    member: Experts = load_experts(plan)(plan, device)
     return member

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from epdecode.batch import Fp8Rows, Rows
-from epdecode.kernels.fp8 import dequantize, dequantize_block, quantize_ref
+from epdecode.kernels.fp8 import ScaleFormat, dequantize, dequantize_block, quantize_ref
 
 
 def plain(rows: Rows) -> torch.Tensor:
@@ -19,7 +19,7 @@ def plain_weights(weights: Rows) -> torch.Tensor:
 
 
 def expert_mlp(
-    rows: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, scale_format: str | None
+    rows: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, scale_format: ScaleFormat | None
 ) -> torch.Tensor:
     """down @ (silu(gate @ x) * (up @ x)) for rows [n, H] of one expert; bfloat16 [n, H].
 
@@ -37,7 +37,7 @@ def expert_mlp(
     return (activation @ down.T).to(torch.bfloat16)
 
 
-def as_fp8_input(rows: torch.Tensor, scale_format: str | None) -> torch.Tensor:
+def as_fp8_input(rows: torch.Tensor, scale_format: ScaleFormat | None) -> torch.Tensor:
     """float32 values of rows as the first GEMM sees them."""
     if scale_format is None:
         return rows

@@ -20,9 +20,12 @@ def _facts(plan: Plan) -> Iterator[str]:
     yield f"model       {model.name}: hidden {model.hidden}, expert size {model.expert_size}, "
     yield f"            {model.num_experts} experts, top-{model.top_k}, {model.weight_format}"
     yield f"ranks       {plan.world_size}, {plan.ranks_per_gpu} per device; device {device}"
-    yield f"placement   {plan.num_local_experts} experts a rank, rank r holds r*{plan.num_local_experts} and on"
-    yield f"tokens      {plan.tokens_per_rank} a rank, at most {plan.max_tokens}; one expert can receive {plan.capacity} rows"
-    yield f"buckets     {', '.join(map(str, plan.buckets))}; CUDA graphs {'on' if plan.graph_enabled else 'off'}"
+    local = plan.num_local_experts
+    yield f"placement   {local} experts a rank, rank r holds r*{local} and on"
+    yield f"tokens      {plan.tokens_per_rank} a rank, at most {plan.max_tokens}"
+    yield f"capacity    {plan.capacity} rows: all tokens of all ranks on one expert"
+    graphs = "on" if plan.graph_enabled else "off"
+    yield f"buckets     {', '.join(map(str, plan.buckets))}; CUDA graphs {graphs}"
     yield f"transport   {transport.name}, {transport.wire} wire" + (
         f", buffer {transport.rdma_bytes} bytes ({transport.rdma_bytes / GIB:.2f} GiB), "
         f"{transport.num_qps} QPs of depth {transport.qp_depth}"

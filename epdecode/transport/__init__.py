@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -23,6 +24,11 @@ class Transport(Protocol):
         """Take expert outputs from where they arrived; bfloat16 [T, H], weighted and summed."""
         ...
 
+    def rehearse(self, tokens: int, experts: Callable[[Batch], torch.Tensor]) -> None:
+        """Do on made-up rows of ``tokens`` tokens a rank, evenly spread, what a step does besides
+        sending: whatever compiles at its first use is compiled after it. No peer takes part."""
+        ...
+
     def close(self) -> None:
         """Release buffers. Collective; before the group is left."""
         ...
@@ -32,9 +38,23 @@ MEMBERS = {
     "torch_a2a": "epdecode.transport.torch_a2a:TorchAllToAll",
     "deepep_ll": "epdecode.transport.deepep_ll:DeepEPLowLatency",
 }
+"""Those that deliver a MaskedBatch."""
+
+PACKED_MEMBERS = {
+    "torch_a2a": "epdecode.transport.torch_a2a_packed:TorchAllToAllPacked",
+    "deepep_ht": "epdecode.transport.deepep_ht:DeepEPHighThroughput",
+}
+"""Those that deliver a PackedBatch."""
+
+_BY_LAYOUT = {"masked": MEMBERS, "packed": PACKED_MEMBERS}
+
+
+def load_transport(plan: Plan) -> Any:
+    """The class the plan names; raises EnvironmentFault when its library cannot be loaded."""
+    return load_member("transport", _BY_LAYOUT[plan.transport.layout], plan.transport.name)
 
 
 def build_transport(plan: Plan, world: World, **extra: Any) -> Transport:
     """The transport the plan names."""
-    member: Transport = load_member("transport", MEMBERS, plan.transport.name)(plan, world, **extra)
+    member: Transport = load_transport(plan)(plan, world, **extra)
     return member

@@ -2,7 +2,7 @@
 
 Same packed layout, two alternating halves, receive before the next send, one (max_tokens, hidden,
 num_experts) for life. Breaking a rule raises FakeMisuse; rows nobody sent are NaN; rows of one
-expert come in no particular order; a result is spoiled two calls later.
+expert come in no particular order; dispatched rows are spoiled two dispatches later.
 """
 
 from __future__ import annotations
@@ -143,7 +143,6 @@ class Buffer:
                         total[token] += row.float() * topk_weights[token, slot]
             combined.copy_(total)
 
-        self._keep(combined)
         return combined, None, receive
 
     def destroy(self) -> None:
@@ -197,7 +196,7 @@ class Buffer:
     def _exchange(
         self, x: torch.Tensor, topk_idx: torch.Tensor, local: int
     ) -> tuple[list[torch.Tensor], torch.Tensor, list[list[tuple[int, int]]]]:
-        """Rows for each local expert in a shuffled order, their counts, and (rank, slot) of each."""
+        """Rows for each local expert, shuffled; their counts; (rank, slot) of each."""
         everyone = self._gather(x.float(), topk_idx)
         mine = range(self.group.rank() * local, (self.group.rank() + 1) * local)
         rows, origins = [], []
@@ -216,7 +215,9 @@ class Buffer:
             )
         return rows, torch.tensor([len(r) for r in rows], dtype=torch.int32), origins
 
-    def _gather(self, x: torch.Tensor, ids: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def _gather(
+        self, x: torch.Tensor, ids: torch.Tensor
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
         dist.all_gather(sizes, torch.tensor([x.shape[0]]), group=self.group)
         most = max(int(size) for size in sizes)
