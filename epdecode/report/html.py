@@ -66,7 +66,11 @@ def _bars(result: Result) -> list[Bar]:
     timing = result.timing
     if timing is None or not timing.stages:
         return []
-    longest = max(stats.p99 for stats in timing.stages.values()) or 1.0
+    longest = max(
+        *(stats.p99 for stats in timing.stages.values()),
+        *(floor.floor_us for floor in result.floors.values()),
+        1e-3,
+    )
     total = sum(stats.mean for stats in timing.stages.values()) or 1.0
     bars = []
     for stage in sorted(timing.stages, key=lambda name: (*STAGES, name).index(name)):
@@ -83,7 +87,7 @@ def _bars(result: Result) -> list[Bar]:
                 width=100 * stats.p50 / longest,
                 width_p99=100 * stats.p99 / longest,
                 floor=figure(floor.floor_us) if floor else "",
-                floor_at=min(100.0, 100 * floor.floor_us / longest) if floor else None,
+                floor_at=100 * floor.floor_us / longest if floor else None,
                 fraction="" if fraction is None else f"{fraction:.0%}",
             )
         )
