@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from annotated_types import Ge, Gt
+from annotated_types import Ge, Gt, Le
 
 # The bounds are read by the loader, the JSON Schema and the documentation alike.
 Count = Annotated[int, Ge(0)]
 Size = Annotated[int, Ge(1)]
 Positive = Annotated[float, Gt(0)]
+Share = Annotated[float, Ge(0), Le(1)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +63,28 @@ class ExpertsConfig:
     """SiLU * mul and quantisation in one kernel over valid rows only; off = plain torch."""
     fused_quant_layout: bool = True
     """Write scales in the GEMM's layout inside the quantisation; off = a pass of its own."""
+    placement: Literal["contiguous", "balanced"] = "contiguous"
+    """contiguous = rank r holds the r-th block of experts; balanced = experts are replicated and
+    packed so that ranks get even loads, node by node where the router has groups."""
+    redundant: Count = 0
+    """Copies of hot experts in a layer, beside the model's own; balanced placement only."""
+    load: str | None = None
+    """A recorded trace or a table of counts that the placement is balanced for; null = the load
+    that ``routing`` gives."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightsConfig:
+    """Where the experts' weights come from."""
+
+    source: Literal["seeded", "checkpoint"] = "seeded"
+    """seeded = random, each matrix seeded by layer and expert, the same for any number of ranks;
+    checkpoint = a folder of safetensors files as Hugging Face has it."""
+    path: str | None = None
+    """The checkpoint's folder, with its config.json; null = the folder of ``model``."""
+    format: Literal["auto", "fp8_block128", "bf16"] = "auto"
+    """What the GEMMs read: a checkpoint in another format is converted while it is loaded; auto =
+    as the model has it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,11 +103,36 @@ class BatchConfig:
 class RoutingConfig:
     """Where tokens go."""
 
-    kind: Literal["model", "uniform", "balanced", "stress"] = "model"
-    """model = the gate; uniform = random distinct experts; balanced = every expert the same
-    count; stress = every token to the experts of rank 0."""
+    kind: Literal[
+        "model",
+        "uniform",
+        "balanced",
+        "zipf",
+        "lognormal",
+        "hot_rank",
+        "hot_expert",
+        "stress",
+        "trace",
+        "load_table",
+    ] = "model"
+    """model = the gate; uniform = random distinct experts; balanced = every expert the same count;
+    zipf and lognormal = some experts more likely; hot_rank, hot_expert = a share goes to rank 0's
+    experts, to expert 0; stress = every token to rank 0's experts; trace = recorded routes;
+    load_table = drawn from recorded counts."""
     seed: Count = 0
     """Seeds the routes that are drawn."""
+    alpha: Positive = 1.0
+    """zipf: the n-th likeliest expert has a likelihood of 1 / n ** alpha."""
+    sigma: Positive = 1.0
+    """lognormal: likelihoods are exp(sigma * standard normal)."""
+    share: Share = 0.5
+    """hot_rank: part of all choices that fall on rank 0's experts; hot_expert: part of the tokens
+    that choose expert 0."""
+    path: str | None = None
+    """trace: .npy, .npz or .safetensors of expert ids [tokens, moe_layers, top_k]; load_table:
+    .csv or .json of counts per layer and expert."""
+    wrap: bool = False
+    """Begin a trace again at its end; off = a trace shorter than the run is refused."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,6 +163,9 @@ class RunConfig:
     """Compare the outputs with the plain PyTorch path, with the same weights and routes."""
     seed: Count = 0
     """Seeds weights and inputs."""
+    record_routing: bool = False
+    """Write the routes of every distinct batch to routing.safetensors in the run's folder, a trace
+    that ``routing.path`` and ``experts.load`` read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,11 +209,13 @@ class Config:
     model: str = "tiny"
     """A name in configs/models; the path of such a file, of a Hugging Face folder or of its
     config.json; or org/name, which is looked for in the local Hub cache."""
-    layers: Size = 2
-    """MoE layers in the loop, each with its own weights."""
+    layers: Size | tuple[Count, ...] = 2
+    """MoE layers in the loop, each with its own weights: a count, from the model's first MoE layer
+    on, or a list of the model's own layer numbers, as [3, 10]."""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     transport: TransportConfig = field(default_factory=TransportConfig)
     experts: ExpertsConfig = field(default_factory=ExpertsConfig)
+    weights: WeightsConfig = field(default_factory=WeightsConfig)
     batch: BatchConfig = field(default_factory=BatchConfig)
     routing: RoutingConfig = field(default_factory=RoutingConfig)
     graph: GraphConfig = field(default_factory=GraphConfig)
@@ -171,3 +224,8 @@ class Config:
     limits: LimitsConfig = field(default_factory=LimitsConfig)
     hardware: HardwareConfig = field(default_factory=HardwareConfig)
     debug: DebugConfig = field(default_factory=DebugConfig)
+
+    @property
+    def num_layers(self) -> int:
+        """MoE layers in the loop."""
+        return self.layers if isinstance(self.layers, int) else len(self.layers)

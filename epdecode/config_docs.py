@@ -12,7 +12,7 @@ from functools import cache
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin
 
-from annotated_types import Ge, Gt
+from annotated_types import Ge, Gt, Le
 
 from epdecode.config import Config
 from epdecode.config_types import describe, hints, members, section_of, strip
@@ -21,6 +21,7 @@ from epdecode.models import ModelShape
 _KEYWORDS: tuple[tuple[type, str, str], ...] = (
     (Ge, "ge", "minimum"),
     (Gt, "gt", "exclusiveMinimum"),
+    (Le, "le", "maximum"),
 )
 _JSON_TYPES = {int: "integer", float: "number", str: "string", bool: "boolean", NoneType: "null"}
 

@@ -25,6 +25,8 @@ class Breach:
 
 def config_rules(config: Config) -> Iterator[Breach]:
     """What a config breaks. Limits of the libraries and of the world size are the plan's."""
+    yield from _layer_rules(config)
+    yield from _routing_rules(config)
     batch, limit = config.batch, config.transport.max_tokens_per_rank
     buckets = list(batch.buckets)
     if not buckets:
@@ -39,6 +41,34 @@ def config_rules(config: Config) -> Iterator[Breach]:
     if batch.tokens_per_rank > max(buckets):
         accepted = f"up to the largest of batch.buckets, {max(buckets)}"
         yield Breach("batch.tokens_per_rank", batch.tokens_per_rank, accepted, ("batch.buckets",))
+
+
+def _layer_rules(config: Config) -> Iterator[Breach]:
+    if isinstance(config.layers, tuple):
+        layers = list(config.layers)
+        if not layers or layers != sorted(set(layers)):
+            accepted = "a count, or numbers of the model's MoE layers, ascending, each once"
+            yield Breach("layers", layers, accepted)
+
+
+def _routing_rules(config: Config) -> Iterator[Breach]:
+    """What needs a file names one, and what names a file needs it."""
+    routing, experts = config.routing, config.experts
+    recorded = routing.kind in ("trace", "load_table")
+    if recorded and routing.path is None:
+        yield Breach("routing.path", "null", f"a file, for routing.kind {routing.kind}")
+    if routing.path is not None and not recorded:
+        accepted = "null, or routing.kind: trace or load_table"
+        yield Breach("routing.path", routing.path, accepted, ("routing.kind",))
+    if experts.placement == "contiguous" and experts.redundant:
+        accepted = "0, or experts.placement: balanced"
+        yield Breach("experts.redundant", experts.redundant, accepted, ("experts.placement",))
+    if experts.placement == "contiguous" and experts.load is not None:
+        accepted = "null, or experts.placement: balanced"
+        yield Breach("experts.load", experts.load, accepted, ("experts.placement",))
+    if config.weights.path is not None and config.weights.source == "seeded":
+        accepted = "null, or weights.source: checkpoint"
+        yield Breach("weights.path", config.weights.path, accepted, ("weights.source",))
 
 
 def model_rules(model: ModelShape) -> Iterator[Breach]:

@@ -8,9 +8,9 @@ from functools import cache
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from annotated_types import Ge, Gt
+from annotated_types import Ge, Gt, Le
 
-_BOUNDS: tuple[tuple[type, str, str], ...] = ((Ge, ">=", "ge"), (Gt, ">", "gt"))
+_BOUNDS: tuple[tuple[type, str, str], ...] = ((Ge, ">=", "ge"), (Gt, ">", "gt"), (Le, "<=", "le"))
 _WORDS = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
 
 
@@ -79,12 +79,13 @@ def _describe_one(kind: Any) -> str:
         return "null"
     if section_of(inner):
         return f"a section with the keys {', '.join(hints(inner))}"
-    text = [_WORDS[inner]]
-    for bound in bounds:
-        text += [
-            f"{sign} {getattr(bound, attr)}" for cls, sign, attr in _BOUNDS if type(bound) is cls
-        ]
-    return " ".join(text)
+    limits = [
+        f"{sign} {getattr(bound, attr)}"
+        for bound in bounds
+        for cls, sign, attr in _BOUNDS
+        if type(bound) is cls
+    ]
+    return " ".join([_WORDS[inner], " and ".join(limits)]).strip()
 
 
 def dotted_keys(cls: type, prefix: str = "") -> Iterator[str]:

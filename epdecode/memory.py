@@ -44,9 +44,9 @@ def of_rank(
     shared = 3 * model.shared_size * hidden * (1 if model.weight_format == "fp8_block128" else 2)
     gate = 2 * model.num_experts * hidden
     categories = {
-        "weights": config.layers * (weight_bytes(model, num_local) + shared + gate),
+        "weights": config.num_layers * (weight_bytes(model, num_local) + shared + gate),
         **_LAYOUTS[transport.layout](config, model, request, transport, workspaces),
-        "activations": 24 * (config.layers + 2) * request.max_tokens * hidden
+        "activations": 24 * (config.num_layers + 2) * request.max_tokens * hidden
         + 16 * request.max_tokens * model.num_experts,
     }
     if config.run.verify:
@@ -95,7 +95,7 @@ def _packed(
     message = _message(model, transport.wire)
     arrival = received * (message + 12 * model.top_k + 4)
     categories = {
-        "receive": arrival * (config.layers if config.graph.enabled else 2),
+        "receive": arrival * (config.num_layers if config.graph.enabled else 2),
         "packing": rows * (message + 4)
         + received * (2 * model.hidden + 4 * model.top_k)
         + (request.max_tokens * message if transport.wire == "fp8" else 0),

@@ -22,6 +22,7 @@ from epdecode.floors import (
     weight_floor_us,
 )
 from epdecode.hardware import Device, resolve_device
+from epdecode.layers import LoopLayer, layer_problems, loop_layers
 from epdecode.models import ModelShape
 from epdecode.plan_transport import TransportPlan, plan_transport, transport_problems
 from epdecode.workspaces import workspace_bytes
@@ -46,6 +47,8 @@ class Plan:
     model: ModelShape
     """The effective shape: with parallel.stand_in_ep, num_experts is this world's share."""
     layers: int
+    loop_layers: tuple[LoopLayer, ...]
+    """Which of the model's MoE layers they are."""
     world_size: int
     ranks_per_gpu: int
     num_experts: int
@@ -145,7 +148,8 @@ def _assemble(
     copies = copies_per_token(transport.layout, model.top_k, request.num_experts, request.ep)
     return Plan(
         model=model,
-        layers=config.layers,
+        layers=config.num_layers,
+        loop_layers=loop_layers(config.layers, model),
         world_size=request.ep,
         ranks_per_gpu=ranks_per_gpu,
         num_experts=request.num_experts,
@@ -186,10 +190,7 @@ def _structure_problems(config: Config, model: ModelShape, world_size: int) -> l
             f"parallel.stand_in_ep: got {stand_in} with {world_size} ranks and {model.num_experts}"
             f" experts; accepted: a multiple of {world_size} that divides {model.num_experts}"
         )
-    if config.layers > model.num_moe_layers:
-        problems.append(
-            f"layers: got {config.layers}; {model.name} has {model.num_moe_layers} MoE layers"
-        )
+    problems += layer_problems(config.layers, model)
     problems += [str(breach) for breach in config_rules(config)]
     problems += transport_problems(config, world_size)
     return problems

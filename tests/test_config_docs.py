@@ -80,11 +80,17 @@ def test_the_schema_refuses_what_the_loader_refuses(bad: dict[str, object]):
 
 
 def test_the_schema_is_json_with_docs_and_defaults():
-    layers = json.loads(schema_text())["properties"]["layers"]
-    assert layers == {
-        "title": "layers",
+    properties = json.loads(schema_text())["properties"]
+    assert properties["run"]["properties"]["steps"] == {
+        "title": "steps",
         "type": "integer",
         "minimum": 1,
-        "default": 2,
-        "description": "MoE layers in the loop, each with its own weights.",
+        "default": 100,
+        "description": "Timed steps.",
     }
+    share = properties["routing"]["properties"]["share"]
+    assert (share["minimum"], share["maximum"]) == (0, 1)
+    assert properties["layers"]["anyOf"] == [
+        {"type": "integer", "minimum": 1},
+        {"type": "array", "items": {"type": "integer", "minimum": 0}},
+    ]

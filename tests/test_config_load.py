@@ -59,8 +59,41 @@ def complaints(tmp_path: Path, text: str, *overrides: str) -> list[str]:
         ("layers: true", "x.yaml:1: layers: got true, accepted: a whole number >= 1"),
         ("layers: 2.0", "x.yaml:1: layers: got 2.0, accepted: a whole number >= 1"),
         (
-            "layers: '2'",
-            "x.yaml:1: layers: got '2', accepted: a whole number >= 1; leave the quotes",
+            "layers: []",
+            "x.yaml:1: layers: got [], accepted: a count, or numbers of the model's MoE layers",
+        ),
+        ("layers: [10, 3]", "x.yaml:1: layers: got [10, 3], accepted: a count, or numbers"),
+        (
+            "layers: [3, -1]",
+            "x.yaml:1: layers: got a list, accepted: a whole number >= 1, or a list",
+        ),
+        (
+            "routing: {kind: trace}",
+            "x.yaml:1: routing.path: got null, accepted: a file, for routing.kind",
+        ),
+        (
+            "routing: {path: x.npy}",
+            "x.yaml:1: routing.path: got x.npy, accepted: null, or routing.kind",
+        ),
+        (
+            "routing: {share: 1.5}",
+            "x.yaml:1: routing.share: got 1.5, accepted: a number >= 0 and <= 1",
+        ),
+        (
+            "experts: {redundant: 8}",
+            "x.yaml:1: experts.redundant: got 8, accepted: 0, or experts.placement",
+        ),
+        (
+            "experts: {load: x.csv}",
+            "x.yaml:1: experts.load: got x.csv, accepted: null, or experts.placem",
+        ),
+        (
+            "weights: {path: x}",
+            "x.yaml:1: weights.path: got x, accepted: null, or weights.source: check",
+        ),
+        (
+            "run: {steps: '2'}",
+            "x.yaml:1: run.steps: got '2', accepted: a whole number >= 1; leave the quotes",
         ),
         (
             "limits: {join_s: 1:30:00}",
