@@ -9,6 +9,7 @@ send; a graph must hold an even number of calls. One dispatch and one combine pe
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 
 import deep_ep
 import torch
@@ -16,6 +17,7 @@ import torch
 from epdecode.batch import Batch, Fp8Rows, MaskedBatch, Pending, Route
 from epdecode.plan import Plan
 from epdecode.transport.checks import check_dispatch
+from epdecode.transport.rehearsal import expected_rows, masked_batch
 from epdecode.world import World
 
 
@@ -24,7 +26,7 @@ class DeepEPLowLatency:
 
     def __init__(self, plan: Plan, world: World) -> None:
         self._plan = plan
-        self._size = world.size
+        self._device = world.device
         self._fp8 = plan.transport.wire == "fp8"
         self._ue8m0 = self._fp8 and plan.experts.scale_format == "ue8m0"
         # Read by NVSHMEM when the buffer is built, and by nothing after.
@@ -54,11 +56,10 @@ class DeepEPLowLatency:
             async_finish=False,
             return_recv_hook=True,
         )
-        selections = x.shape[0] * self._plan.model.top_k * self._size
         batch = MaskedBatch(
             rows=Fp8Rows(*packed) if self._fp8 else packed,
             counts=counts,
-            expected_rows=max(1, -(-selections // self._plan.num_experts)),
+            expected_rows=expected_rows(self._plan, x.shape[0]),
             handle=handle,
         )
 
@@ -85,6 +86,10 @@ class DeepEPLowLatency:
             return out
 
         return Pending(finish)
+
+    def rehearse(self, tokens: int, experts: Callable[[Batch], torch.Tensor]) -> None:
+        """See Transport. DeepEP brings its kernels compiled."""
+        experts(masked_batch(self._plan, self._device, tokens))
 
     def close(self) -> None:
         """Collective: every rank releases its buffer before the group is left."""

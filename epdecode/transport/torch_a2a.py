@@ -1,20 +1,21 @@
 """All-to-all over gloo in plain torch: the CPU default and the oracle of the others.
 
-Everything moves as bytes (gloo knows neither bfloat16 nor FP8, and bit patterns must survive);
-rows are placed by source rank and summed by slot, so a result never depends on arrival order.
+Rows are placed by source rank and summed by slot, so a result never depends on arrival order.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 
 from epdecode.batch import Batch, Fp8Rows, MaskedBatch, Pending, Route, Rows
 from epdecode.kernels.fp8 import GROUP, quantize_ref
 from epdecode.plan import Plan
 from epdecode.transport.checks import check_dispatch
+from epdecode.transport.exchange import exchange_counts, exchange_rows
+from epdecode.transport.rehearsal import expected_rows, masked_batch
 from epdecode.world import World
 
 
@@ -49,18 +50,17 @@ class TorchAllToAll:
         slots = torch.nonzero(experts >= 0).flatten()
         slots = slots[torch.argsort(experts[slots], stable=True)]
         per_expert = torch.bincount(experts[slots], minlength=self._plan.num_experts)
-        arriving = self._exchange_counts(per_expert)
+        arriving = exchange_counts(per_expert, self._world)
         sent = per_expert.view(self._world.size, -1).sum(1).tolist()
         received = arriving.sum(1).tolist()
         places = _places(arriving, self._plan.capacity)
         wire = quantize_ref(x) if self._plan.transport.wire == "fp8" else x.to(torch.bfloat16)
         self._move(wire, slots // self._plan.model.top_k, places, sent, received)
         counts = arriving.sum(0).to(torch.int32)
-        total = x.shape[0] * self._plan.model.top_k * self._world.size
         batch = MaskedBatch(
             rows=self._rows,
             counts=counts.to(x.device),
-            expected_rows=max(1, -(-total // self._plan.num_experts)),
+            expected_rows=expected_rows(self._plan, x.shape[0]),
             handle=_Journey(slots, places, sent, received),
         )
         return Pending(lambda: batch)
@@ -69,8 +69,7 @@ class TorchAllToAll:
         """See Transport.combine: float32 sum over slots in order, rounded once."""
         journey: _Journey = batch.handle
         there = rows.reshape(-1, rows.shape[-1])[journey.places.to(rows.device)]
-        back = self._all_to_all(_bytes(there), journey.sent, journey.received)
-        home = back.view(torch.bfloat16).to(rows.device)
+        home = exchange_rows(there, journey.received, journey.sent, self._world)
         tokens, top_k = route.topk_ids.shape
         slots = torch.zeros(tokens * top_k, rows.shape[-1], dtype=torch.float32, device=rows.device)
         index = journey.slots.to(rows.device)
@@ -82,15 +81,12 @@ class TorchAllToAll:
         combined = total.to(torch.bfloat16)
         return Pending(lambda: combined)
 
+    def rehearse(self, tokens: int, experts: Callable[[Batch], torch.Tensor]) -> None:
+        """See Transport."""
+        experts(masked_batch(self._plan, self._world.device, tokens))
+
     def close(self) -> None:
         """Nothing is held outside the process group."""
-
-    def _exchange_counts(self, per_expert: torch.Tensor) -> torch.Tensor:
-        """int64 [ranks, local experts]: rows each rank sends to each expert here."""
-        outgoing = per_expert.cpu()
-        arriving = torch.empty_like(outgoing)
-        dist.all_to_all_single(arriving, outgoing, group=self._world.group)
-        return arriving.view(self._world.size, -1)
 
     def _move(
         self,
@@ -101,18 +97,9 @@ class TorchAllToAll:
         received: list[int],
     ) -> None:
         for source, target in zip(_parts(wire), _parts(self._rows), strict=True):
-            arrived = self._all_to_all(_bytes(source[tokens]), received, sent)
+            arrived = exchange_rows(source[tokens], sent, received, self._world)
             flat = target.view(-1, target.shape[-1])
-            flat[places.to(target.device)] = arrived.view(target.dtype).to(target.device)
-
-    def _all_to_all(
-        self, rows: torch.Tensor, output_splits: list[int], input_splits: list[int]
-    ) -> torch.Tensor:
-        out = torch.empty(sum(output_splits), rows.shape[1], dtype=torch.uint8)
-        dist.all_to_all_single(
-            out, rows.cpu(), output_splits, input_splits, group=self._world.group
-        )
-        return out
+            flat[places.to(target.device)] = arrived
 
 
 def _places(arriving: torch.Tensor, capacity: int) -> torch.Tensor:
@@ -138,7 +125,3 @@ def _empty_rows(shape: tuple[int, int, int], wire: str, device: torch.device) ->
 
 def _parts(rows: Rows) -> tuple[torch.Tensor, ...]:
     return (rows.data, rows.scales) if isinstance(rows, Fp8Rows) else (rows,)
-
-
-def _bytes(rows: torch.Tensor) -> torch.Tensor:
-    return rows.contiguous().view(torch.uint8)
