@@ -20,6 +20,7 @@ import torch.distributed as dist
 from epdecode.config import LimitsConfig
 from epdecode.faults import read_fault
 from epdecode.judge import Seat
+from epdecode.processes import die_with_launcher
 from epdecode.samples import SampleWriter
 from epdecode.save import RunFolder
 from epdecode.signals import SignalInbox
@@ -189,3 +190,20 @@ class Running:
     def alive(self) -> list[int]:
         """Processes of the job that still exist."""
         return [p.pid for p in self.processes if p.pid and psutil.pid_exists(p.pid)]
+
+
+def torchrun_main(folder: Path) -> None:
+    """The same job as a rank of a real torchrun, whose agent serves the store."""
+    die_with_launcher()
+    job = Job(
+        folder=folder,
+        port=int(os.environ["MASTER_PORT"]),
+        size=int(os.environ["WORLD_SIZE"]),
+        steps=2000,
+        fault=os.environ.get("FAULT", ""),
+    )
+    rank_main(job, int(os.environ["RANK"]))
+
+
+if __name__ == "__main__":
+    torchrun_main(Path(sys.argv[1]))
