@@ -60,7 +60,7 @@ def _two(t: Tenants) -> tuple[int, int]:
     rows = quantised_bytes(t.rows, t.hidden) if t.quantise_rows else 0
     activation = quantised_bytes(t.rows, t.expert_size)
     if not t.fused_activation:
-        return max(gate_up, activation), max(rows, 2 * t.rows * t.expert_size, out)
+        return max(gate_up, activation), max(rows, 4 * t.rows * t.expert_size, out)
     if not t.fused_quant_layout:
         activation += t.rows * t.expert_size // 32
     return max(gate_up, out), max(rows, activation)

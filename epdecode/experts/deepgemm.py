@@ -3,33 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import deep_gemm
 import torch
 
 from epdecode.batch import Batch, ExpertWeights, Fp8Rows, Mark, Rows
-from epdecode.errors import ConfigError
-from epdecode.kernels.fp8 import GROUP, mn_major_scales, quantize_ref
+from epdecode.experts.deepgemm_weights import Prepared, prepare_weights, require_fp8_weights
+from epdecode.kernels.fp8 import mn_major_scales, num_groups, quantize_ref
 from epdecode.kernels.swiglu_quant import empty_out, swiglu_quant
 from epdecode.plan import Plan
-
-
-@dataclass(frozen=True, slots=True)
-class _Prepared:
-    gate_up: tuple[torch.Tensor, torch.Tensor]
-    down: tuple[torch.Tensor, torch.Tensor]
 
 
 class DeepGemm:
     """Two masked GEMMs and the activation between; workspaces shared by all layers."""
 
     def __init__(self, plan: Plan, device: torch.device) -> None:
-        if plan.model.weight_format != "fp8_block128":
-            raise ConfigError(
-                f"experts.name: deepgemm takes FP8 weights, {plan.model.name} has "
-                f"{plan.model.weight_format}; accepted: torch_loop, triton_gemm"
-            )
+        require_fp8_weights(plan.model)
         experts, rows = plan.num_local_experts, plan.capacity
         size, hidden = plan.model.expert_size, plan.model.hidden
         self._scale_format = plan.experts.scale_format
@@ -48,19 +37,13 @@ class DeepGemm:
             return self._activate_then_transpose
         return self._activate_fused
 
-    def prepare(self, weights: ExpertWeights) -> _Prepared:
-        """FP8 matrices with float32 scales per 128x128 block are what both GEMMs read."""
-        if not isinstance(weights.gate_up, Fp8Rows) or not isinstance(weights.down, Fp8Rows):
-            raise ConfigError("experts.name: deepgemm takes FP8 weights")
-        return _Prepared(
-            (weights.gate_up.data, weights.gate_up.scales),
-            (weights.down.data, weights.down.scales),
-        )
+    def prepare(self, weights: ExpertWeights) -> Prepared:
+        """See Experts."""
+        return prepare_weights(weights)
 
-    def __call__(self, batch: Batch, weights: _Prepared, mark: Mark) -> torch.Tensor:
+    def __call__(self, batch: Batch, weights: Prepared, mark: Mark) -> torch.Tensor:
         """See Experts."""
         rows = self._enter(batch.rows)
-        self._counts = batch.counts
         self._gemm(rows, weights.gate_up, self._gate_up, batch)
         mark("gate_up_gemm")
         activation = self._activate(batch.counts)
@@ -85,7 +68,10 @@ class DeepGemm:
 
     def _activate_then_transpose(self, counts: torch.Tensor) -> Fp8Rows:
         """One kernel for the activation, then a pass of its own for the scales' layout."""
-        row_major = Fp8Rows(self._act.data, torch.empty(self._act.scales.shape, dtype=self._act.scales.dtype, device=counts.device))
+        row_major = Fp8Rows(
+            self._act.data,
+            torch.empty(self._act.scales.shape, dtype=self._act.scales.dtype, device=counts.device),
+        )
         done = swiglu_quant(self._gate_up, counts, row_major, self._scale_format)
         self._act.scales.copy_(done.scales)
         return self._act
@@ -104,7 +90,9 @@ class DeepGemm:
             return rows
         quantised = quantize_ref(rows, self._scale_format)
         experts, capacity, hidden = rows.shape
-        scales = mn_major_scales(experts, capacity, hidden // GROUP)
+        groups = num_groups(hidden, "hidden")
+        scales = mn_major_scales(experts, capacity, groups, self._scale_format, rows.device)
+        scales.copy_(quantised.scales)
         return Fp8Rows(quantised.data, scales)
 
 
