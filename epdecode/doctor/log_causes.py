@@ -29,7 +29,7 @@ _NVSHMEM = (
     ),
     Cause(
         "uar",
-        r"(?i)(allocat|creat|fail|unable|cannot).*\buar\b|\buar\b.*(fail|alloc)",
+        r"(?i)(allocat|creat|fail|unable|cannot).*\buar\b|(\b|_)uar\b.*(fail|alloc)",
         "no permission or no room to map the NIC's doorbell pages (UAR) into the GPU",
         "run with access to /dev/infiniband and DEVX (container: --device=/dev/infiniband "
         "--cap-add=IPC_LOCK), driver option PeerMappingOverride=1, or "
