@@ -4,13 +4,14 @@ import json
 import math
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import fields, replace
+from pathlib import Path
 
 import jsonschema
 import pytest
 
 from epdecode.errors import ConfigError
-from epdecode.result import STAGES, Cause, ExpertLoad, Verification
+from epdecode.result import STAGES, Cause, ExpertLoad, Result, Timing, Verification
 from epdecode.result_json import (
     SCHEMA_FILE,
     failure_line,
@@ -166,3 +167,9 @@ def test_imports_no_torch():
         "epdecode.report.console; sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_every_field_is_explained():
+    page = (Path(__file__).resolve().parent.parent / "docs" / "result.md").read_text()
+    for name in (*(one.name for one in (*fields(Result), *fields(Timing))), *STAGES):
+        assert f"`{name}`" in page or f"`timing.{name}`" in page, name
