@@ -74,12 +74,14 @@ class PackedBatch:
     rows: [R, H], each expert's block starting at a multiple of the GEMM's row alignment.
     labels: int32 [R], local expert id of each row, -1 in gaps and in the tail.
     counts: int32 [E], rows per local expert, on the device.
+    expected_rows: host hint, mean rows per expert; picks a tile shape, never bounds correctness.
     handle: the transport's own, for the way back.
     """
 
     rows: Rows
     labels: torch.Tensor
     counts: torch.Tensor
+    expected_rows: int
     handle: Any = None
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from epdecode.plan import Plan
+from epdecode.plan_transport import TransportPlan
 
 GIB = 1 << 30
 
@@ -26,15 +27,37 @@ def _facts(plan: Plan) -> Iterator[str]:
     yield f"capacity    {plan.capacity} rows: all tokens of all ranks on one expert"
     graphs = "on" if plan.graph_enabled else "off"
     yield f"buckets     {', '.join(map(str, plan.buckets))}; CUDA graphs {graphs}"
-    yield f"transport   {transport.name}, {transport.wire} wire" + (
-        f", buffer {transport.rdma_bytes} bytes ({transport.rdma_bytes / GIB:.2f} GiB), "
-        f"{transport.num_qps} QPs of depth {transport.qp_depth}"
-        if transport.rdma_bytes
-        else ""
-    )
+    yield f"transport   {transport.name}, {transport.layout} rows, {transport.wire} wire"
+    yield from _buffers(transport)
+    yield from _packed_rows(plan)
     yield f"experts     {plan.experts.name}, {plan.experts.scale_format} scales"
     for key, why in plan.chosen.items():
         yield f"chosen      {key} = {why}"
+
+
+def _buffers(transport: TransportPlan) -> Iterator[str]:
+    facts = [
+        f"{name} {size} bytes ({size / GIB:.2f} GiB)"
+        for name, size in (("NVLink", transport.nvl_bytes), ("RDMA", transport.rdma_bytes))
+        if size
+    ]
+    if transport.qp_depth:
+        facts.append(f"{transport.num_qps} QPs of depth {transport.qp_depth}")
+    if transport.num_sms:
+        facts.append(f"{transport.num_sms} SMs")
+    if facts:
+        yield f"buffer      {', '.join(facts)}"
+
+
+def _packed_rows(plan: Plan) -> Iterator[str]:
+    transport = plan.transport
+    if transport.layout == "masked":
+        return
+    waits = "always taken, no host wait" if transport.worst_case_rows else "the host waits for each"
+    yield f"received    at most {transport.received_rows} rows, {waits}"
+    yield f"packed      at most {transport.packed_rows}, blocks of {transport.row_alignment} rows"
+    first, second = plan.experts.workspace_bytes
+    yield f"workspaces  {first} and {second} bytes, shared by all stages and layers"
 
 
 def _memory(plan: Plan) -> Iterator[str]:

@@ -158,7 +158,7 @@ def reduce_apart(
     """Gather, multiply, sum in plain torch, through [R0, K, H]: what one kernel replaces."""
     at = places.row_map.long()
     here = at >= 0
-    gathered = rows.index_select(0, at.clamp(min=0).flatten()).view(*at.shape, -1)
+    gathered = rows.index_select(0, at.clamp(min=0).flatten()).view(*at.shape, rows.shape[1])
     # Selected, not multiplied by zero: a row or weight of an empty slot may be NaN.
     weighted = torch.where(here[..., None], gathered.float() * weights[..., None], 0.0)
     out.copy_(weighted.sum(1))
