@@ -7,7 +7,7 @@ any process group or allocation, and every broken rule is reported at once.
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 from epdecode import limits, memory
 from epdecode.config import Config
@@ -24,20 +24,15 @@ from epdecode.floors import (
 from epdecode.hardware import Device, resolve_device
 from epdecode.layers import LoopLayer, layer_problems, loop_layers
 from epdecode.models import ModelShape
-from epdecode.plan_transport import TransportPlan, plan_transport, transport_problems
+from epdecode.plan_experts import ExpertsPlan, choose_experts, experts_problems
+from epdecode.plan_model import effective_model, model_choices, model_problems
+from epdecode.plan_transport import (
+    TransportPlan,
+    layout_of,
+    plan_transport,
+    transport_problems,
+)
 from epdecode.workspaces import workspace_bytes
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExpertsPlan:
-    """What the experts member is built with."""
-
-    name: str
-    scale_format: Literal["fp32", "ue8m0"]
-    fused_activation: bool
-    fused_quant_layout: bool
-    workspace_bytes: tuple[int, int] = (0, 0)
-    """Packed rows: the two workspaces that all stages and layers share (workspaces.py)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +40,10 @@ class Plan:
     """Everything that follows from a config, a model and a world size."""
 
     model: ModelShape
-    """The effective shape: with parallel.stand_in_ep, num_experts is this world's share."""
+    """The effective shape: with parallel.stand_in_ep, num_experts is this world's share; with FP8
+    weights, expert_size is padded to whole blocks."""
+    plain_expert_size: int
+    """The model's own expert size."""
     layers: int
     loop_layers: tuple[LoopLayer, ...]
     """Which of the model's MoE layers they are."""
@@ -108,7 +106,7 @@ def make_plan(
     problems = _structure_problems(config, model, world_size)
     if problems:
         raise ConfigError(_report(problems))
-    shape = _effective_model(config, model, world_size)
+    shape = effective_model(config, model, world_size)
     request = limits.Request(
         transport=config.transport.name,
         wire=config.transport.wire,
@@ -122,10 +120,17 @@ def make_plan(
         comm_sms=config.transport.num_sms,
         qp_depth_set=qp_depth_set,
     )
+    experts, _ = choose_experts(config, device)
     problems = limits.violations(request) + [str(breach) for breach in model_rules(shape)]
+    problems += experts_problems(experts, layout_of(config), world_size, request.max_tokens, device)
     if problems:
         raise ConfigError(_report(problems))
     plan = _assemble(config, shape, request, device, ranks_per_gpu)
+    plan = replace(
+        plan,
+        plain_expert_size=model.expert_size,
+        chosen=model_choices(model, shape) | plan.chosen,
+    )
     if too_big := memory.does_not_fit(plan.memory, device, ranks_per_gpu):
         raise ConfigError(_report([too_big]))
     return plan
@@ -138,7 +143,7 @@ def _assemble(
     device: Device | None,
     ranks_per_gpu: int,
 ) -> Plan:
-    experts, chosen = _choose_experts(config, device)
+    experts, chosen = choose_experts(config, device)
     transport, chosen_too = plan_transport(config, request, experts.name)
     experts = _with_workspaces(experts, model, transport)
     num_local = request.num_experts // request.ep
@@ -148,6 +153,7 @@ def _assemble(
     copies = copies_per_token(transport.layout, model.top_k, request.num_experts, request.ep)
     return Plan(
         model=model,
+        plain_expert_size=model.expert_size,
         layers=config.num_layers,
         loop_layers=loop_layers(config.layers, model),
         world_size=request.ep,
@@ -178,55 +184,16 @@ def _assemble(
 
 def _structure_problems(config: Config, model: ModelShape, world_size: int) -> list[str]:
     problems = []
-    ep, stand_in = config.parallel.ep, config.parallel.stand_in_ep
+    ep = config.parallel.ep
     if ep not in ("auto", world_size):
         problems.append(
             f"parallel.ep: got {ep} with {world_size} ranks; accepted: auto or {world_size}"
         )
-    if stand_in is not None and (
-        stand_in < world_size or stand_in % world_size or model.num_experts % stand_in
-    ):
-        problems.append(
-            f"parallel.stand_in_ep: got {stand_in} with {world_size} ranks and {model.num_experts}"
-            f" experts; accepted: a multiple of {world_size} that divides {model.num_experts}"
-        )
+    problems += model_problems(config, model, world_size)
     problems += layer_problems(config.layers, model)
     problems += [str(breach) for breach in config_rules(config)]
     problems += transport_problems(config, world_size)
     return problems
-
-
-def _effective_model(config: Config, model: ModelShape, world_size: int) -> ModelShape:
-    stand_in = config.parallel.stand_in_ep
-    if stand_in is None:
-        return model
-    return replace(model, num_experts=model.num_experts // stand_in * world_size)
-
-
-def _choose_experts(config: Config, device: Device | None) -> tuple[ExpertsPlan, dict[str, str]]:
-    chosen = {}
-    name, scales = config.experts.name, config.experts.scale_format
-    gpu = config.transport.name != "torch_a2a" or device is not None
-    capability = device.capability if device else (9, 0)
-    if name == "auto":
-        name = "deepgemm" if gpu else "torch_loop"
-        chosen["experts.name"] = f"{name}: {'a GPU transport' if gpu else 'no GPU'}"
-    if scales == "auto":
-        scales = "ue8m0" if gpu and capability >= (10, 0) else "fp32"
-        chosen["experts.scale_format"] = f"{scales}: compute capability {capability}"
-    if name == "deepgemm" and scales == "ue8m0" and capability < (10, 0):
-        raise ConfigError(
-            "experts.scale_format: got ue8m0 with deepgemm on compute capability "
-            f"{capability[0]}.{capability[1]}; DeepGEMM takes packed scales from 10.0, accepted "
-            "here: fp32"
-        )
-    plan = ExpertsPlan(
-        name=name,
-        scale_format=scales,
-        fused_activation=config.experts.fused_activation,
-        fused_quant_layout=config.experts.fused_quant_layout,
-    )
-    return plan, chosen
 
 
 def _with_workspaces(

@@ -14,6 +14,7 @@ from epdecode.experts import Experts, build_experts
 from epdecode.kernels.fp8 import mn_major_scales, num_groups, quantize_ref
 from epdecode.kernels.group_quant import group_quant
 from epdecode.plan import Plan
+from epdecode.plan_experts import MASKED_TILE
 from epdecode.weights import LayerWeights
 
 Fill = Callable[[torch.Tensor, Rows], None]
@@ -126,7 +127,7 @@ def shared_maker(
     wide = replace(plan.model, expert_size=plan.model.shared_size)
     masked = replace(plan.transport, layout="masked")
     experts = build_experts(
-        replace(plan, model=wide, num_local_experts=1, capacity=plan.max_tokens, transport=masked),
+        replace(plan, model=wide, num_local_experts=1, capacity=_rows(plan), transport=masked),
         device,
     )
     rows = _shared_rows(plan, device)
@@ -142,14 +143,19 @@ def shared_maker(
     return build_one
 
 
+def _rows(plan: Plan) -> int:
+    """Rows of the shared expert's block: whole GEMM tiles."""
+    return -(-plan.max_tokens // MASKED_TILE) * MASKED_TILE
+
+
 def _shared_rows(plan: Plan, device: torch.device) -> Rows:
-    shape = (1, plan.max_tokens, plan.model.hidden)
+    shape = (1, _rows(plan), plan.model.hidden)
     if plan.transport.wire == "bf16":
         return torch.zeros(shape, dtype=torch.bfloat16, device=device)
     groups = num_groups(plan.model.hidden, "hidden")
     return Fp8Rows(
         torch.zeros(shape, dtype=torch.float8_e4m3fn, device=device),
-        mn_major_scales(1, plan.max_tokens, groups, plan.experts.scale_format, device),
+        mn_major_scales(1, _rows(plan), groups, plan.experts.scale_format, device),
     )
 
 

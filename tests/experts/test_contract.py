@@ -37,8 +37,13 @@ def four_experts() -> ModelShape:
 
 def plan_of(member: str, wire: str) -> Plan:
     model = four_experts()
-    config = small_config(f"experts.name={member}", f"transport.wire={wire}")
-    return make_plan(config, model, 1)
+    return make_plan(small_config(*overrides(member, f"transport.wire={wire}")), model, 1)
+
+
+def overrides(member: str, *more: str) -> list[str]:
+    """A capacity the member takes: 16 rows, or DeepGEMM's tile."""
+    rows = 128 if member == "deepgemm" else 16
+    return [f"experts.name={member}", f"transport.max_tokens_per_rank={rows}", *more]
 
 
 def make_rows(plan: Plan, counts: list[int], device: torch.device) -> tuple[object, torch.Tensor]:
@@ -100,7 +105,7 @@ def test_valid_rows_are_right_on_the_gpu(
 )
 def test_the_plain_forms_of_deepgemms_activation(switch: str, device: torch.device) -> None:
     model = four_experts()
-    plan = make_plan(small_config("experts.name=deepgemm", switch), model, 1)
+    plan = make_plan(small_config(*overrides("deepgemm", switch)), model, 1)
     fused = plan_of("deepgemm", "fp8")
     weights = seeded_layer(model, 0, range(4), 0, device).experts
     counts = LOADS["odd"]
