@@ -47,15 +47,26 @@ def build_align(name: str, world: World, transport: str = "deepep_ll") -> Align:
     """
     if name == "none":
         return _none("run.align is none")
-    reasons = world.gather_text(why_not(world, transport))
-    refusals = [f"rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason]
-    if not refusals:
-        return _nvshmem(world)
+    refusal = _first(world, why_not(world, transport))
+    if not refusal:
+        joined = _is_started()
+        core = start_nvshmem(world)
+        refusal = _first(world, no_barrier(core))
+        if not refusal:
+            return _nvshmem(core, joined)
+        if not joined:
+            core.finalize()
     if name == "nvshmem":
         raise EnvironmentFault(
-            f"run.align: got nvshmem, but {refusals[0]}; accepted here: none or auto"
+            f"run.align: got nvshmem, but {refusal}; accepted here: none or auto"
         )
-    return _none(refusals[0])
+    return _none(refusal)
+
+
+def _first(world: World, reason: str) -> str:
+    """The first rank's reason, the same text on all ranks; '' when no rank has one."""
+    reasons = enumerate(world.gather_text(reason))
+    return next((f"rank {rank}: {each}" for rank, each in reasons if each), "")
 
 
 def why_not(world: World, transport: str) -> str:
@@ -82,10 +93,7 @@ def mps_running() -> bool:
 
 
 def start_nvshmem(world: World) -> Any:
-    """nvshmem.core, started over all ranks of ``world`` (or joined, where DeepEP has). Collective.
-
-    Raises EnvironmentFault when processes share a GPU without MPS: the next barrier would end them.
-    """
+    """nvshmem.core, started over all ranks (or joined, where DeepEP has started it). Collective."""
     # Multicast over NVSwitch is nothing that DeepEP or a barrier needs, and DeepEP turns it off.
     os.environ.setdefault("NVSHMEM_DISABLE_NVLS", "1")
     core = importlib.import_module("nvshmem.core")
@@ -94,18 +102,24 @@ def start_nvshmem(world: World) -> Any:
     uid = core.get_unique_id(empty=world.rank != 0)
     dist.broadcast(torch.from_numpy(uid._data.view("uint8")), src=0, group=world.group)
     core.init(device=device, uid=uid, rank=world.rank, nranks=world.size, initializer_method="uid")
-    if int(core.init_status()) == LIMITED_MPG:
-        raise EnvironmentFault(
-            f"rank {world.rank}: NVSHMEM found several ranks on one GPU without MPS; start the MPS "
-            "daemon (launch/shared_gpu.sh --mps) or set run.align: none"
-        )
     return core
 
 
-def _nvshmem(world: World) -> Align:
-    joined = _is_started()
-    core = start_nvshmem(world)
+def no_barrier(core: Any) -> str:
+    """Why a started NVSHMEM must not be asked for a barrier; '' when it may.
 
+    Ranks that share a GPU need MPS, and shares of it (CUDA_MPS_ACTIVE_THREAD_PERCENTAGE) that are
+    100 together at most; NVSHMEM ends the process otherwise.
+    """
+    if int(core.init_status()) != LIMITED_MPG:
+        return ""
+    return (
+        "ranks share a GPU without MPS shares of their own (launch/shared_gpu.sh --mps sets "
+        "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE)"
+    )
+
+
+def _nvshmem(core: Any, joined: bool) -> Align:
     def barrier(stream: torch.cuda.Stream) -> None:
         core.barrier_all(core.NvshmemStream(stream))
 

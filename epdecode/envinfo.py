@@ -17,6 +17,8 @@ from typing import Annotated, Any
 import psutil
 import typer
 
+from epdecode.commit import commit
+
 LIMIT_S = 3.0
 MARGIN_S = 0.2
 SCHEMA = "epdecode.env/1"
@@ -100,19 +102,6 @@ def _host() -> dict[str, Any]:
     }
 
 
-def _commit() -> str:
-    """Git commit of the checkout that is imported; 'none' for an installed package."""
-    git = Path(__file__).resolve().parent.parent / ".git"
-    head = (git / "HEAD").read_text().strip() if git.is_dir() else "none"
-    if not head.startswith("ref: "):
-        return head
-    ref = head.removeprefix("ref: ")
-    if (git / ref).is_file():
-        return (git / ref).read_text().strip()
-    packed = (git / "packed-refs").read_text().splitlines()
-    return next((line.split()[0] for line in packed if line.endswith(f" {ref}")), head)
-
-
 def _installed() -> dict[str, str]:
     versions = {}
     for name in PACKAGES:
@@ -134,13 +123,16 @@ def loaded_libraries(maps: str) -> dict[str, str]:
     return found
 
 
-# Each line is printed as it is known: a slow import costs itself and what follows, not the rest.
+# Where a module would come from is known at once; each version when its import is done. A slow
+# import costs itself and what follows, not the rest.
 _LOAD = """
-import importlib, sys
-for name in sys.argv[1:]:
+import importlib, importlib.util, sys
+names = [name for name in sys.argv[1:] if importlib.util.find_spec(name.split(".")[0])]
+for name in names:
+    print(f"?{name} {importlib.util.find_spec(name.split('.')[0]).origin}", flush=True)
+for name in names:
     try:
-        module = importlib.import_module(name)
-        text = getattr(module, "__version__", "no version")
+        text = getattr(importlib.import_module(name), "__version__", "no version")
     except BaseException as error:
         text = f"{type(error).__name__}: {error}"
     print(f"@{name} {' '.join(str(text).split())}", flush=True)
@@ -152,22 +144,28 @@ print(open("/proc/self/maps").read())
 def _loaded() -> dict[str, str]:
     """What an import gives, in a fresh process: module -> version or error, library -> file."""
     modules = ("torch", "triton", "deep_ep", "deep_gemm", "nvshmem.core")
+    limit_s = LIMIT_S - MARGIN_S
     with subprocess.Popen(
         [sys.executable, "-c", _LOAD, *modules],
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,
     ) as child:
-        timer = threading.Timer(LIMIT_S - MARGIN_S, child.kill)
+        timer = threading.Timer(limit_s, child.kill)
         timer.start()
         try:
             output, _ = child.communicate()
         finally:
             timer.cancel()
     head, _, maps = output.partition("@maps\n")
-    answers = dict(line[1:].split(" ", 1) for line in head.splitlines() if line.startswith("@"))
-    late = f"unknown: not imported in {LIMIT_S - MARGIN_S:g} s"
-    return {name: answers.get(name, late) for name in modules} | loaded_libraries(maps)
+    found = dict.fromkeys(modules, "not found")
+    for line in head.splitlines():
+        name, _, text = line[1:].partition(" ")
+        if line.startswith("?"):
+            found[name] = f"not imported in {limit_s:g} s: {text}"
+        elif line.startswith("@"):
+            found[name] = text
+    return found | loaded_libraries(maps)
 
 
 def _gpus() -> list[str]:
@@ -210,7 +208,7 @@ def relevant(environ: Mapping[str, str]) -> dict[str, str]:
 
 PROBES: dict[str, Callable[[], Any]] = {
     "host": _host,
-    "commit": _commit,
+    "commit": lambda: commit() or "none: not a checkout",
     "loaded": _loaded,
     "installed": _installed,
     "gpus": _gpus,

@@ -23,6 +23,8 @@ mps=$(mktemp -d)
 export CUDA_MPS_PIPE_DIRECTORY=$mps/pipe CUDA_MPS_LOG_DIRECTORY=$mps/log
 mkdir "$CUDA_MPS_PIPE_DIRECTORY" "$CUDA_MPS_LOG_DIRECTORY"
 trap 'echo quit | nvidia-cuda-mps-control >/dev/null 2>&1; rm -rf "$mps"' EXIT
+# NVSHMEM's barriers want the ranks' shares of the GPU to be 100% together, at most.
+export CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=${CUDA_MPS_ACTIVE_THREAD_PERCENTAGE:-$((100 / ${ranks:-2}))}
 nvidia-cuda-mps-control -d
 code=0
 (torchrun --standalone --nproc-per-node "${ranks:-2}" -m epdecode.run "$@") || code=$?

@@ -49,11 +49,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Exit code: 0, or 3 when a part failed on any rank."""
     options = _options(arguments)
     launch = read_launch(os.environ)
-    options.logs.mkdir(parents=True, exist_ok=True)
+    options.log_folder.mkdir(parents=True, exist_ok=True)
     session = Session(
         launch=launch,
         store=PrefixStore("doctor", open_store(launch, JOIN_S)),
-        logs=options.logs,
+        logs=options.log_folder,
         nodes=-(-launch.world_size // launch.local_world_size),
     )
     gpu = bool(nvml.read().devices)
@@ -71,7 +71,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--part", action="append", choices=PARTS, help="only this part; may be repeated"
     )
     parser.add_argument(
-        "--logs",
+        "--log-folder",
         type=Path,
         default=Path(tempfile.gettempdir()) / f"epdecode-doctor-{os.getuid()}",
         help="folder for what each rank of each part printed",

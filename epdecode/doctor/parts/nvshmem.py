@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from epdecode.align import start_nvshmem, why_not
-from epdecode.doctor.check import Outcome, fail, ok, warn
+from epdecode.align import no_barrier, start_nvshmem
+from epdecode.doctor.check import Outcome, fail, ok
 from epdecode.world import World
 
 WORDS = 1 << 16
@@ -17,9 +17,6 @@ BARRIERS = 32
 
 def check(world: World) -> Outcome:
     """Read a peer's symmetric tensor; then barriers, eager and in a captured graph."""
-    reason = why_not(world, "deepep_ll")
-    if world.size > 1 and reason:
-        return warn(reason, "NVSHMEM's barrier, for run.align: nvshmem", "one rank per GPU, or MPS")
     core = start_nvshmem(world)
     stream = torch.cuda.current_stream()
     mine = core.tensor((WORDS,), dtype=torch.int32)
@@ -36,6 +33,8 @@ def check(world: World) -> Outcome:
             f"{peer} everywhere",
             "another symptom of a broken link: run full.bandwidth and see `dmesg` for Xid errors",
         )
+    if reason := no_barrier(core):
+        return ok(f"peer read right; no barrier on the stream: {reason}")
     eager, captured = _barriers(core, stream)
     core.finalize()
     return ok(f"peer read right; barrier {eager:.1f} us eager, {captured:.1f} us in a graph")
