@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from epdecode.result import WAIT_STAGES, Extremes, RankTiming, Throughput, Timing
-from epdecode.stats import Stats
+from epdecode.stats import Stats, percentile
+
+SLOW = 1.5
+"""A rank is slow from this many times the median rank's busy time."""
 
 Samples = Mapping[int, Sequence[float]]
 """Rank -> microseconds of each timed step, in order."""
@@ -44,6 +47,25 @@ def build_timing(
         per_rank=ranks,
         extremes=_extremes(ranks),
         wait_share=sum(shares) / len(shares) if shares else None,
+    )
+
+
+def slow_ranks(timing: Timing) -> tuple[str, ...]:
+    """A warning for each rank that works much longer than the middle one.
+
+    Ranks in lockstep all take the slowest one's time; what tells them apart is how long each was
+    busy, that is not waiting for peers.
+    """
+    busy = {
+        rank.rank: sum(s.mean for stage, s in rank.stages.items() if stage not in WAIT_STAGES)
+        or rank.step.p50
+        for rank in timing.per_rank
+    }
+    middle = percentile(sorted(busy.values()), 50)
+    return tuple(
+        f"rank {rank} is slow: busy for {us:.1f} us, the median rank for {middle:.1f} us"
+        for rank, us in busy.items()
+        if us > SLOW * middle
     )
 
 

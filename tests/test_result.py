@@ -172,4 +172,4 @@ def test_imports_no_torch():
 def test_every_field_is_explained():
     page = (Path(__file__).resolve().parent.parent / "docs" / "result.md").read_text()
     for name in (*(one.name for one in (*fields(Result), *fields(Timing))), *STAGES):
-        assert f"`{name}`" in page or f"`timing.{name}`" in page, name
+        assert any(f"`{text}" in page for text in (f"{name}`", f"timing.{name}`", f"{name}.")), name

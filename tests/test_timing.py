@@ -2,7 +2,7 @@
 
 import pytest
 
-from epdecode.timing import build_throughput, build_timing, slowest_per_step
+from epdecode.timing import build_throughput, build_timing, slow_ranks, slowest_per_step
 
 
 def test_headline_is_the_slowest_rank_of_each_step():
@@ -41,3 +41,20 @@ def test_stages_are_pooled_and_waits_are_shares():
 def test_no_samples_is_an_error():
     with pytest.raises(ValueError, match="no rank finished"):
         build_timing({}, layers=1)
+
+
+def test_slow_rank_is_the_one_that_does_not_wait():
+    plain = {rank: [100.0] * 5 for rank in range(3)}
+    stages = {
+        0: {"down_gemm": [30.0] * 5, "combine_wait": [70.0] * 5},
+        1: {"down_gemm": [95.0] * 5, "combine_wait": [5.0] * 5},
+        2: {"down_gemm": [32.0] * 5, "combine_wait": [68.0] * 5},
+    }
+    warnings = slow_ranks(build_timing(plain, 1, instrumented=plain, stages=stages))
+    assert warnings == ("rank 1 is slow: busy for 95.0 us, the median rank for 32.0 us",)
+    assert slow_ranks(build_timing(plain, 1)) == ()
+
+
+def test_slow_rank_without_stages():
+    timing = build_timing({0: [10.0], 1: [10.0], 2: [16.0]}, 1)
+    assert len(slow_ranks(timing)) == 1
