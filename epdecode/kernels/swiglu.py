@@ -7,9 +7,9 @@ import triton
 import triton.language as tl
 
 from epdecode.kernels.checks import check, check_counts
-from epdecode.kernels.launch import persistent_programs, power_of_two
+from epdecode.kernels.launch import persistent_programs
 from epdecode.kernels.quant_math import silu_mul, silu_mul_ref
-from epdecode.kernels.valid_rows import find_row, row_ends, valid_rows_ref
+from epdecode.kernels.valid_rows import LANES, expert_rows, find_row, valid_rows_ref
 
 BLOCK = 1024
 """Values one step of a program takes: 8 a lane of 4 warps."""
@@ -24,16 +24,16 @@ def _swiglu_kernel(
     capacity,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
-    EXPERTS: tl.constexpr,
+    CHUNKS: tl.constexpr,
     ALIGNMENT: tl.constexpr,
 ):
-    CHUNKS: tl.constexpr = (SIZE + BLOCK - 1) // BLOCK
-    count, ends = row_ends(counts, num_experts, capacity, EXPERTS)
-    items = tl.sum(count, 0) * CHUNKS
+    PIECES: tl.constexpr = (SIZE + BLOCK - 1) // BLOCK
+    count, ends, total = expert_rows(counts, num_experts, capacity, CHUNKS)
+    items = total * PIECES
     item = tl.program_id(0)
     while item < items:
-        row, _ = find_row(item // CHUNKS, count, ends, capacity, 0, 0, ALIGNMENT)
-        column = (item % CHUNKS) * BLOCK + tl.arange(0, BLOCK)
+        row, _ = find_row(item // PIECES, count, ends, capacity, 0, 0, ALIGNMENT, CHUNKS)
+        column = (item % PIECES) * BLOCK + tl.arange(0, BLOCK)
         real = column < SIZE
         source = gate_up + row * (2 * SIZE) + column
         gate = tl.load(source, mask=real, other=0.0).to(tl.float32)
@@ -75,7 +75,7 @@ def _run(
         gate_up.shape[-2],
         SIZE=size,
         BLOCK=BLOCK,
-        EXPERTS=power_of_two(counts.numel()),
+        CHUNKS=-(-counts.numel() // LANES),
         ALIGNMENT=alignment,
         num_warps=4,
     )

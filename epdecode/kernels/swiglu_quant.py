@@ -19,12 +19,16 @@ from epdecode.kernels.fp8 import (
     quantize_ref,
     scale_words,
 )
-from epdecode.kernels.launch import persistent_programs, power_of_two
+from epdecode.kernels.launch import persistent_programs
 from epdecode.kernels.quant_math import quantize_groups, silu_mul, silu_mul_ref
-from epdecode.kernels.valid_rows import find_row, row_ends, valid_rows_ref
+from epdecode.kernels.scale_store import store_scales
+from epdecode.kernels.valid_rows import LANES, expert_rows, find_groups, valid_rows_ref
 
-CHUNK = 4
-"""Groups one step of a program takes: 512 values, 4 a lane of 4 warps."""
+TILE = 16
+"""Groups a program takes at a time."""
+WARPS = 8
+PER_PROCESSOR = 4
+"""Programs per multiprocessor: bytes enough in flight, and few, as each costs about 1 ns."""
 
 
 @triton.jit
@@ -40,35 +44,39 @@ def _swiglu_quant_kernel(
     scale_word_stride,
     SIZE: tl.constexpr,
     GROUPS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    EXPERTS: tl.constexpr,
+    TILE: tl.constexpr,
+    CHUNKS: tl.constexpr,
     ALIGNMENT: tl.constexpr,
     UE8M0: tl.constexpr,
+    RAW: tl.constexpr,
 ):
+    # A row of packed exponents is whole words: the groups past the last are pieces of work too.
     WIDTH: tl.constexpr = (GROUPS + 3) // 4 * 4 if UE8M0 else GROUPS
-    CHUNKS: tl.constexpr = (WIDTH + CHUNK - 1) // CHUNK
-    count, ends = row_ends(counts, num_experts, capacity, EXPERTS)
-    items = tl.sum(count, 0) * CHUNKS
+    count, ends, total = expert_rows(counts, num_experts, capacity, CHUNKS)
+    groups = total * WIDTH
     item = tl.program_id(0)
-    while item < items:
-        row, scale_row = find_row(
-            item // CHUNKS, count, ends, capacity, scale_expert_stride, scale_row_stride, ALIGNMENT
+    while item * TILE < groups:
+        row, scale_row, group = find_groups(
+            item,
+            count,
+            ends,
+            capacity,
+            scale_expert_stride,
+            scale_row_stride,
+            ALIGNMENT,
+            CHUNKS,
+            WIDTH,
+            TILE,
         )
-        group = (item % CHUNKS) * CHUNK + tl.arange(0, CHUNK)
-        column = group[:, None] * 128 + tl.arange(0, 128)[None, :]
-        real = (group < GROUPS)[:, None]
-        source = gate_up + row * (2 * SIZE) + column
+        live = item * TILE + tl.arange(0, TILE) < groups
+        real = (live & (group < GROUPS))[:, None]
+        lane = tl.arange(0, 128)[None, :]
+        source = gate_up + (row * (2 * SIZE) + group * 128)[:, None] + lane
         gate = tl.load(source, mask=real, other=0.0).to(tl.float32)
         up = tl.load(source + SIZE, mask=real, other=0.0).to(tl.float32)
         value, scale = quantize_groups(silu_mul(gate, up), UE8M0)
-        tl.store(data + row * SIZE + column, value, mask=real)
-        if UE8M0:
-            # Four exponents share a word; each is a byte of its own, so no lane waits for another.
-            byte = (scale_row + (group // 4) * scale_word_stride) * 4 + group % 4
-            exponent = tl.where(group < GROUPS, scale, 0)
-            tl.store(scales.to(tl.pointer_type(tl.uint8)) + byte, exponent, mask=group < WIDTH)
-        else:
-            tl.store(scales + scale_row + group * scale_word_stride, scale, mask=group < GROUPS)
+        tl.store(data + (row * SIZE + group * 128)[:, None] + lane, value, mask=real)
+        store_scales(scales, scale_row, scale_word_stride, group, scale, live, GROUPS, UE8M0, RAW)
         item += tl.num_programs(0)
 
 
@@ -113,12 +121,12 @@ def _run(
 ) -> Fp8Rows:
     capacity, double = gate_up.shape[-2:]
     groups = _check(gate_up, counts, out, scale_format)
-    items = gate_up.shape[:-1].numel() * -(-groups // CHUNK)
+    items = -(-gate_up.shape[:-1].numel() * groups // TILE)
     if items == 0 or counts.numel() == 0:
         return out
     scales = out.scales
-    grid = (persistent_programs(gate_up.device, 8, items),)
-    _swiglu_quant_kernel[grid](
+    on_gpu = gate_up.is_cuda
+    _swiglu_quant_kernel[(persistent_programs(gate_up.device, PER_PROCESSOR, items),)](
         gate_up,
         counts,
         out.data,
@@ -130,11 +138,12 @@ def _run(
         scales.stride(-1),
         SIZE=double // 2,
         GROUPS=groups,
-        CHUNK=CHUNK,
-        EXPERTS=power_of_two(counts.numel()),
+        TILE=TILE,
+        CHUNKS=-(-counts.numel() // LANES),
         ALIGNMENT=alignment,
         UE8M0=scale_format == "ue8m0",
-        num_warps=4,
+        RAW=on_gpu,
+        num_warps=WARPS,
     )
     return out
 
