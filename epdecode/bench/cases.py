@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from epdecode.batch import Fp8Rows
+from epdecode.bench.kernel_shapes import Shape
 from epdecode.kernels.fp8 import dequantize
 
 Call = Callable[[], object]
-Shape = Mapping[str, int | str]
-"""Key -> value as written on the command line: E=32,M=1024,I=2048,live=512,load=skew."""
-
 POISON = 0x55
 """Byte that fills outputs before a check: what nobody may write must still hold it afterwards."""
 

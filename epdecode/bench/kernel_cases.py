@@ -13,11 +13,12 @@ from epdecode.bench.cases import (
     Built,
     Call,
     Case,
-    Shape,
     expert_counts,
     quantized_difference,
     windows,
 )
+from epdecode.bench.kernel_shapes import Shape
+from epdecode.bench.pack_cases import pack_case, unpack_weighted_case
 from epdecode.kernels.fp8 import GROUP, ScaleFormat, mn_major_scales, quantize_ref
 from epdecode.kernels.group_quant import Layout, empty_quantized, group_quant, group_quant_ref
 from epdecode.kernels.rms_norm import rms_norm, rms_norm_ref
@@ -192,4 +193,6 @@ CASES: dict[str, Callable[[Shape], Case]] = {
     "group_quant": group_quant_case,
     "router": router_case,
     "rms_norm": rms_norm_case,
+    "pack": pack_case,
+    "unpack_weighted": unpack_weighted_case,
 }

@@ -15,52 +15,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from epdecode.bench.kernel_report import Line, document, print_table
+from epdecode.bench.kernel_shapes import default_shapes, shrunk
 from epdecode.errors import ConfigError, Exit, nearest
 
 if TYPE_CHECKING:
-    from epdecode.bench.cases import Case, Shape
+    from epdecode.bench.cases import Case
+    from epdecode.bench.kernel_shapes import Shape
     from epdecode.bench.timing import Streams
-
-SMALL = {"E": 4, "M": 8, "T": 6, "live": 11, "I": 512, "H": 512}
-"""Most that a dimension keeps under the interpreter."""
-
-SWIGLU_SIZES = (
-    (32, 1024, 2048, 64),
-    (32, 1024, 2048, 512),
-    (32, 1024, 2048, 1024),
-    (16, 2048, 2048, 1024),
-    (9, 2048, 2048, 1024),
-    (8, 4096, 2048, 1024),
-    (2, 16384, 2048, 1024),
-    (16, 1024, 1536, 1024),
-    (16, 1024, 768, 1024),
-    (256, 128, 2048, 1024),
-)
-"""Experts, capacity, expert size, valid rows: shares of DeepSeek-V3, Qwen3-235B and Qwen3-30B."""
-
-
-def default_shapes() -> Iterator[tuple[str, Shape]]:
-    """Every (op, shape) of the table."""
-    for experts, capacity, size, live in SWIGLU_SIZES:
-        for load in ("even", "skew"):
-            yield (
-                "swiglu_quant",
-                {"E": experts, "M": capacity, "I": size, "live": live, "load": load},
-            )
-    yield "swiglu_quant", {"E": 32, "M": 1024, "I": 2048, "live": 1024, "load": "one"}
-    yield (
-        "swiglu_quant",
-        {"E": 32, "M": 1024, "I": 2048, "live": 1024, "load": "even", "scales": "ue8m0"},
-    )
-    yield "swiglu_quant", {"E": 32, "M": 1024, "I": 2048, "live": 16384, "load": "even"}
-    for tokens, hidden in ((1, 7168), (128, 7168), (128, 2048), (1024, 7168), (16384, 7168)):
-        for scales, layout in (("fp32", "row"), ("fp32", "column"), ("ue8m0", "column")):
-            yield "group_quant", {"T": tokens, "H": hidden, "scales": scales, "layout": layout}
-    for tokens in (1, 128, 1024):
-        for rule, experts in (("deepseek-v3", 256), ("qwen3", 128), ("gpt-oss", 128)):
-            yield "router", {"T": tokens, "experts": experts, "rule": rule}
-    for tokens in (1, 128, 1024):
-        yield "rms_norm", {"T": tokens, "H": 7168}
 
 
 def kernels(
@@ -117,7 +78,7 @@ def _cases(only: list[str] | None, shapes: list[str] | None, small: bool) -> Ite
         wanted = [(only[0], parse_shape(text)) for text in shapes]
     seen = set()
     for op, shape in wanted:
-        shape = _shrunk(shape) if small else shape
+        shape = shrunk(shape) if small else shape
         key = (op, str(shape))
         if (only and op not in only) or key in seen:
             continue
@@ -138,13 +99,6 @@ def parse_shape(text: str) -> dict[str, int | str]:
             raise ConfigError(f"--shapes: {part!r} in {text!r} is not KEY=VALUE")
         shape[key] = int(value) if value.isdigit() else value
     return shape
-
-
-def _shrunk(shape: Shape) -> Shape:
-    return {
-        key: min(value, SMALL.get(key, value)) if isinstance(value, int) else value
-        for key, value in shape.items()
-    }
 
 
 def _run(case: Case, streams: Streams | None) -> Line:
