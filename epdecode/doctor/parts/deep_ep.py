@@ -52,10 +52,14 @@ def check_low_latency(world: World) -> Outcome:
     )
     x, routes = rows_of(world.rank, world.device), routes_of(world.rank, world.size, world.device)
     weights = torch.full(routes.shape, 0.5, device=world.device)
-    rows, counts, handle, _, _ = buffer.low_latency_dispatch(
-        x, routes, TOKENS, experts, use_fp8=False
+    rows, counts, handle, _, receive = buffer.low_latency_dispatch(
+        x, routes, TOKENS, experts, use_fp8=False, return_recv_hook=True
     )
-    out, _, _ = buffer.low_latency_combine(rows, routes, weights, handle)
+    receive()
+    out, _, receive = buffer.low_latency_combine(
+        rows, routes, weights, handle, return_recv_hook=True
+    )
+    receive()
     torch.cuda.synchronize()
     outcome = _compare(world, x, out, counts)
     world.barrier()
@@ -115,7 +119,7 @@ def _compare(
     wrong = (out != expected).any(dim=1).nonzero().flatten().tolist()
     if wrong:
         return fail(
-            f"rank {world.rank}: rows {wrong[:8]} differ after the round trip", "equal", FIX
+            f"rank {world.rank}: rows {wrong[:8]} came back different", "equal", FIX
         )
     return ok(
         f"{TOKENS} rows of {HIDDEN} to {TOP_K} experts and back, equal, on {world.size} rank(s)"
