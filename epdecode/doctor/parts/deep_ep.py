@@ -8,11 +8,10 @@ from typing import Any
 import torch
 
 from epdecode.doctor.check import Outcome, fail, ok
+from epdecode.limits_ht import CHUNKS
 from epdecode.world import World
 
 TOKENS, HIDDEN, TOP_K, LOCAL_EXPERTS = 16, 2048, 2, 4
-HT_SIZES = (2, 4, 8, 16, 24, 32, 64, 128, 144, 160)
-"""Rank counts for which DeepEP 1.2.1 has a recommended high-throughput config."""
 FIX = "the rank logs name the first fault; `epdecode doctor --log FILE` explains known lines"
 
 
@@ -69,8 +68,8 @@ def check_low_latency(world: World) -> Outcome:
 
 def check_high_throughput(world: World) -> Outcome:
     """Dispatch, combine without weights: every row comes back once per rank it went to."""
-    if world.size not in HT_SIZES:
-        sizes = ", ".join(map(str, HT_SIZES))
+    if world.size not in CHUNKS:
+        sizes = ", ".join(map(str, CHUNKS))
         return ok(f"not run with {world.size} rank(s): DeepEP has configs for {sizes}")
     deep_ep = importlib.import_module("deep_ep")
     buffer = _ht_buffer(deep_ep, world)
@@ -118,9 +117,7 @@ def _compare(
         )
     wrong = (out != expected).any(dim=1).nonzero().flatten().tolist()
     if wrong:
-        return fail(
-            f"rank {world.rank}: rows {wrong[:8]} came back different", "equal", FIX
-        )
+        return fail(f"rank {world.rank}: rows {wrong[:8]} came back different", "equal", FIX)
     return ok(
         f"{TOKENS} rows of {HIDDEN} to {TOP_K} experts and back, equal, on {world.size} rank(s)"
     )
