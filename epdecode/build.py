@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from epdecode.batch import Route, no_mark
+from epdecode.checkpoint import Checkpoint
 from epdecode.clock import Clock, build_clock
 from epdecode.config import Config
 from epdecode.experts import Experts, build_experts
@@ -20,7 +21,8 @@ from epdecode.plan import Plan
 from epdecode.router import ForcedRouter, GateRouter, Router, rule_of
 from epdecode.shared import SharedExpert, shared_maker
 from epdecode.transport import Transport, build_transport
-from epdecode.weights import LayerWeights, seeded_layer
+from epdecode.weight_source import Loading, load_weights
+from epdecode.weights import LayerWeights
 from epdecode.world import World
 
 
@@ -38,6 +40,8 @@ class Runtime:
     clock: Clock
     memory: dict[str, int]
     """Bytes of device memory each part took when it was built."""
+    loading: Loading
+    """What bringing the weights in took."""
 
     def moe(self, layer: int, x: torch.Tensor, given: Route) -> torch.Tensor:
         """One layer's experts on the caller's rows: x bfloat16 [T, H] -> bfloat16 [T, H].
@@ -63,18 +67,18 @@ class Runtime:
         self.transport.close()
 
 
-def build(config: Config, plan: Plan, world: World) -> Runtime:
-    """Buffer first (the largest), then weights, then workspaces."""
+def build(
+    config: Config, plan: Plan, world: World, checkpoint: Checkpoint | None = None
+) -> Runtime:
+    """Buffer first (the largest), then weights, then workspaces.
+
+    checkpoint: what weights.source = checkpoint reads, opened and checked (session.prepare).
+    """
     ledger = Ledger(world.device, alone=plan.ranks_per_gpu == 1)
     transport = build_transport(plan, world)
     ledger.note("packing")
     ledger.note_outside("transport_buffer")
-    weights = tuple(
-        seeded_layer(
-            plan.model, layer, plan.local_experts(world.rank), config.run.seed, world.device
-        )
-        for layer in range(plan.layers)
-    )
+    weights, loading = load_weights(config, plan, world, checkpoint)
     ledger.note("weights")
     inputs = _inputs(config, plan, world.device)
     experts = build_experts(plan, world.device)
@@ -92,6 +96,7 @@ def build(config: Config, plan: Plan, world: World) -> Runtime:
         inputs=inputs,
         clock=build_clock(world.device),
         memory=ledger.taken,
+        loading=loading,
     )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -100,25 +101,57 @@ def find_model(name: str, near: str | Path | None = None) -> Path:
     )
 
 
+def find_beside(path: str, near: str | Path | None, key: str) -> Path:
+    """The file or folder a key names, beside ``near`` (the config's path) or from here."""
+    tried = [*([Path(near).parent / path] if near else []), Path(path)]
+    for found in tried:
+        if _exists(found):
+            return found
+    looked = ", ".join(dict.fromkeys(str(one.absolute()) for one in tried))
+    raise ConfigError(f"{key}: got {path!r}, accepted: an existing path (looked at {looked})")
+
+
+def find_checkpoint(config: Config, near: str | Path | None = None) -> Path:
+    """The folder that weights.source = checkpoint reads: weights.path, or the model's own."""
+    if config.weights.path is not None:
+        return find_beside(config.weights.path, near, "weights.path")
+    found = find_model(config.model, near)
+    if found.suffix != ".json":
+        raise ConfigError(
+            f"weights.path: null, and model {config.model!r} is a shape file without weights; "
+            "accepted: the folder of a checkpoint"
+        )
+    return found.parent
+
+
 def resolved_yaml(config: Config, near: str | Path | None = None) -> str:
     """The whole config as YAML: every default written out, runs again to the same digest.
 
-    A relative model path becomes absolute (``near``: the config's path), so that the text can move.
+    Relative paths become absolute (``near``: the config's path), so that the text can move.
     """
     plain = dataclasses.asdict(config)
-    paths = [*([Path(near).parent / config.model] if near else []), Path(config.model)]
-    if config.model not in model_names() and (found := next(filter(_exists, paths), None)):
-        plain["model"] = str(found.resolve())
+    named = [(plain, "model")] if config.model not in model_names() else []
+    named += [(plain["weights"], "path"), (plain["routing"], "path"), (plain["experts"], "load")]
+    for section, key in named:
+        if (path := section[key]) is None:
+            continue
+        paths = [*([Path(near).parent / path] if near else []), Path(path)]
+        if found := next(filter(_exists, paths), None):
+            section[key] = os.path.abspath(found)
     return yaml.dump(_canonical(plain), Dumper=_Dumper, sort_keys=False, width=100)
 
 
 def digest(config: Config, model: ModelShape) -> str:
     """sha256 (hex) of config and model shape: equal when a run would do the same.
 
-    Left out: where the shape was read from, and what it calls itself and its source.
+    Left out: where the shape was read from, and what it calls itself and its source; of weights
+    and recorded routes only the file's or folder's name counts, not where it lies.
     """
     plain = {"config": dataclasses.asdict(config), "model": dataclasses.asdict(model)}
     del plain["config"]["model"], plain["model"]["source"], plain["model"]["name"]
+    for section, key in (("weights", "path"), ("routing", "path"), ("experts", "load")):
+        if path := plain["config"][section][key]:
+            plain["config"][section][key] = Path(path).name
     text = json.dumps(_canonical(plain), sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()
 

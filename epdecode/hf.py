@@ -51,7 +51,7 @@ def cached_config(name: str, looked: str) -> Path:
 def load_hf(path: Path) -> ModelShape:
     """The shape of a config.json, or one ConfigError with everything that is missing or unknown."""
     raw = _text_config(_read(path))
-    family = _family(raw, path)
+    family = FAMILIES[_architecture(raw, path)]
     fields = Fields(raw)
     layers = family.layers(fields)
     fields.word("hidden_act", ("silu",), "silu")
@@ -77,6 +77,11 @@ def load_hf(path: Path) -> ModelShape:
     if problems:
         raise ConfigError("\n".join(f"{path}: {problem}" for problem in problems))
     return shape
+
+
+def read_architecture(path: Path) -> str:
+    """The model's class in a config.json, a key of hf_families.FAMILIES."""
+    return _architecture(_text_config(_read(path)), path)
 
 
 def _model_name(path: Path) -> str:
@@ -108,11 +113,11 @@ def _text_config(raw: dict[str, Any]) -> dict[str, Any]:
     return {"quantization_config": raw.get("quantization_config")} | inner
 
 
-def _family(raw: dict[str, Any], path: Path) -> Family:
+def _architecture(raw: dict[str, Any], path: Path) -> str:
     names = raw.get("architectures")
     first = names[0] if isinstance(names, list) and names else None
     if isinstance(first, str) and first in FAMILIES:
-        return FAMILIES[first]
+        return first
     got = "missing" if names is None else f"got {shown(names)}"
     accepted = f"accepted: {', '.join(FAMILIES)}{nearest(str(first), FAMILIES)}"
     raise ConfigError(f"{path}: architectures: {got}, {accepted}")

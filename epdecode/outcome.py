@@ -22,6 +22,7 @@ from epdecode.result import (
     StepCounts,
     Timing,
     Verification,
+    WeightsUse,
 )
 from epdecode.result_json import withhold_speed
 from epdecode.session import Setup
@@ -73,6 +74,7 @@ def make_result(name: str, setup: Setup, runtime: Runtime, measured: Measured) -
         floors=_floors(plan, measured.timed, load, timing),
         expert_load=load.summary,
         memory=_memory(runtime),
+        weights=_weights(setup, runtime),
         step_counts=_step_counts(measured),
         verification=measured.verification,
         warnings=_warnings(setup),
@@ -196,6 +198,20 @@ def _memory(runtime: Runtime) -> dict[str, MemoryUse]:
     peak = {name: int(value) for name, value in zip(names, most, strict=True)}
     planned = {**plan.memory, "total": plan.memory_bytes}
     return {name: MemoryUse(planned=size, peak=peak.get(name)) for name, size in planned.items()}
+
+
+def _weights(setup: Setup, runtime: Runtime) -> WeightsUse:
+    loading = runtime.loading
+    mine = torch.tensor([loading.bytes, loading.seconds], dtype=torch.float64)
+    everyone = torch.stack(runtime.world.gather(mine))
+    read, seconds = int(everyone[:, 0].sum()), float(everyone[:, 1].max())
+    return WeightsUse(
+        source=setup.config.weights.source,
+        format=setup.plan.model.weight_format,
+        bytes=read,
+        seconds=seconds,
+        gb_s=read / seconds / 1e9 if read and seconds > 0 else None,
+    )
 
 
 def _step_counts(measured: Measured) -> StepCounts:

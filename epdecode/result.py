@@ -171,6 +171,21 @@ class MemoryUse:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WeightsUse:
+    """Where the weights came from, and how fast."""
+
+    source: Literal["seeded", "checkpoint"]
+    format: str
+    """What the GEMMs read."""
+    bytes: int
+    """Read from files, all ranks together."""
+    seconds: float
+    """Until the slowest rank had them on its device."""
+    gb_s: float | None = None
+    """bytes / seconds, 1e9 bytes/s; files a machine has read before come from its page cache."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepCounts:
     """How the timed steps ran: there is no silent fallback."""
 
@@ -234,6 +249,7 @@ class Result:
     expert_load: ExpertLoad | None = None
     memory: Mapping[str, MemoryUse] = field(default_factory=dict)
     """Per category, and 'total'."""
+    weights: WeightsUse | None = None
     step_counts: StepCounts | None = None
     verification: Verification | None = None
     non_finite: NonFinite | None = None

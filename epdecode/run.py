@@ -84,7 +84,7 @@ def _job(args: argparse.Namespace, setup: Setup) -> int:
     folder = _open_folder(args.out, name, setup, ranks)
     logs.to_file(folder.log, ranks.rank)
     log.info("%s\n%s", folder.path, render(setup.plan))
-    runtime = build(setup.config, setup.plan, ranks)
+    runtime = build(setup.config, setup.plan, ranks, setup.checkpoint)
     measured = _measure(setup, runtime, folder, started)
     result = make_result(name, setup, runtime, measured)
     code = _report(result, folder, ranks)

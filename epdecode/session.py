@@ -14,8 +14,9 @@ import torch
 from epdecode import experts, transport
 from epdecode import world as worlds
 from epdecode.build import Runtime, build
+from epdecode.checkpoint import Checkpoint, check_layers
 from epdecode.config import Config
-from epdecode.config_load import digest, load_config, load_model
+from epdecode.config_load import digest, find_checkpoint, load_config, load_model
 from epdecode.errors import EnvironmentFault
 from epdecode.hardware import Device, match_device
 from epdecode.launch_env import Launch, read_launch
@@ -34,6 +35,8 @@ class Setup:
     launch: Launch
     device: torch.device
     plan: Plan
+    checkpoint: Checkpoint | None
+    """What the weights are read from, checked; None = seeded."""
 
 
 def prepare(config_path: str | Path | None, overrides: Sequence[str] = ()) -> Setup:
@@ -60,7 +63,11 @@ def prepare(config_path: str | Path | None, overrides: Sequence[str] = ()) -> Se
     )
     transport.load_transport(plan)
     experts.load_experts(plan)
-    return Setup(config, model, digest(config, model), launch, device, plan)
+    checkpoint = None
+    if config.weights.source == "checkpoint":
+        checkpoint = Checkpoint(find_checkpoint(config, config_path))
+        check_layers(checkpoint, model, [layer.number for layer in plan.loop_layers])
+    return Setup(config, model, digest(config, model), launch, device, plan, checkpoint)
 
 
 def join(setup: Setup) -> worlds.World:
@@ -83,7 +90,7 @@ def open_runtime(
     setup = prepare(config_path, overrides)
     world = join(setup)
     try:
-        runtime = build(setup.config, setup.plan, world)
+        runtime = build(setup.config, setup.plan, world, setup.checkpoint)
         try:
             yield runtime
         finally:

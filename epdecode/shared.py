@@ -125,7 +125,7 @@ def shared_maker(
     if not plan.model.shared_size:
         return lambda weights: NoSharedExpert()
     wide = replace(plan.model, expert_size=plan.model.shared_size)
-    masked = replace(plan.transport, layout="masked")
+    masked = replace(plan.transport, layout="masked", wire=_input_format(plan))
     experts = build_experts(
         replace(plan, model=wide, num_local_experts=1, capacity=_rows(plan), transport=masked),
         device,
@@ -143,6 +143,11 @@ def shared_maker(
     return build_one
 
 
+def _input_format(plan: Plan) -> str:
+    """Its rows cross no wire: bfloat16 weights get them unquantised, whatever the wire is."""
+    return plan.transport.wire if plan.model.weight_format == "fp8_block128" else "bf16"
+
+
 def _rows(plan: Plan) -> int:
     """Rows of the shared expert's block: whole GEMM tiles."""
     return -(-plan.max_tokens // MASKED_TILE) * MASKED_TILE
@@ -150,7 +155,7 @@ def _rows(plan: Plan) -> int:
 
 def _shared_rows(plan: Plan, device: torch.device) -> Rows:
     shape = (1, _rows(plan), plan.model.hidden)
-    if plan.transport.wire == "bf16":
+    if _input_format(plan) == "bf16":
         return torch.zeros(shape, dtype=torch.bfloat16, device=device)
     groups = num_groups(plan.model.hidden, "hidden")
     return Fp8Rows(
@@ -161,7 +166,7 @@ def _shared_rows(plan: Plan, device: torch.device) -> Rows:
 
 def _fill(plan: Plan, device: torch.device) -> Fill:
     """How this rank's normed rows become the shared expert's input."""
-    if plan.transport.wire == "bf16":
+    if _input_format(plan) == "bf16":
         return _copy_rows
     scale_format = plan.experts.scale_format
 

@@ -15,7 +15,7 @@ from epdecode.kernels.fp8 import mn_major_scales, quantize_ref
 from epdecode.models import ModelShape
 from epdecode.plan import Plan, make_plan
 from epdecode.verify import row_errors, tolerance
-from epdecode.weights import seeded_layer
+from epdecode.weights import SeededWeights
 from tests.small import plain_router, small_config, small_model
 
 CPU_MEMBERS = ["torch_loop"]
@@ -65,7 +65,9 @@ def make_rows(plan: Plan, counts: list[int], device: torch.device) -> tuple[obje
 
 def check(member: str, wire: str, counts: list[int], device: torch.device) -> None:
     plan = plan_of(member, wire)
-    weights = seeded_layer(plan.model, 0, range(4), 0, device).experts
+    weights = (
+        SeededWeights(plan.model, plan.plain_expert_size, 0, device).layer(0, range(4)).experts
+    )
     experts = build_experts(plan, device)
     rows, plain_rows = make_rows(plan, counts, device)
     batch = MaskedBatch(rows, torch.tensor(counts, dtype=torch.int32, device=device), 8)
@@ -107,7 +109,7 @@ def test_the_plain_forms_of_deepgemms_activation(switch: str, device: torch.devi
     model = four_experts()
     plan = make_plan(small_config(*overrides("deepgemm", switch)), model, 1)
     fused = plan_of("deepgemm", "fp8")
-    weights = seeded_layer(model, 0, range(4), 0, device).experts
+    weights = SeededWeights(model, model.expert_size, 0, device).layer(0, range(4)).experts
     counts = LOADS["odd"]
     rows, _ = make_rows(plan, counts, device)
     batch = MaskedBatch(rows, torch.tensor(counts, dtype=torch.int32, device=device), 8)
