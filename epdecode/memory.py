@@ -12,6 +12,11 @@ CONTEXT_BYTES = 1 * GIB
 """CUDA context, loaded modules and cuBLAS workspace of one process (measured: 0.6 to 0.9 GiB)."""
 NVSHMEM_GRANULARITY = 512 << 20
 """NVSHMEM_CUMEM_GRANULARITY as DeepEP sets it: the symmetric heap grows in these steps."""
+NVSHMEM_INTERNAL = 256 << 20
+"""What NVSHMEM itself takes of the symmetric heap before it is rounded up to its steps."""
+NVSHMEM_OUTSIDE = {"alone": 2508 << 20, "peers": 300 << 20}
+"""And what it takes beside the heap. Measured on one H200 with NVSHMEM 3.4.5: buffers of 228 and
+1820 MiB took 3052 and 5100 MiB with one rank, 2860 each for 1820 MiB with 2, 4 and 8 ranks."""
 DEEPEP_WORKSPACE = 32 << 20
 
 
@@ -54,12 +59,19 @@ def of_rank(
             3 * 4 * size * hidden + 3 * 4 * request.ep * request.max_tokens * hidden
         )
     if transport.name.startswith("deepep"):
-        granules = -(-transport.rdma_bytes // NVSHMEM_GRANULARITY)
         categories["transport_buffer"] = (
-            granules * NVSHMEM_GRANULARITY + transport.nvl_bytes + DEEPEP_WORKSPACE
+            _symmetric_heap(transport, request.ep) + transport.nvl_bytes + DEEPEP_WORKSPACE
         )
         categories["context"] = CONTEXT_BYTES
     return categories
+
+
+def _symmetric_heap(transport: TransportPlan, world_size: int) -> int:
+    if not transport.rdma_bytes:
+        return 0
+    granules = -(-(transport.rdma_bytes + NVSHMEM_INTERNAL) // NVSHMEM_GRANULARITY)
+    outside = NVSHMEM_OUTSIDE["alone" if world_size == 1 else "peers"]
+    return granules * NVSHMEM_GRANULARITY + outside
 
 
 def _message(model: ModelShape, wire: str) -> int:
