@@ -107,8 +107,10 @@ def test_bfloat16_chain(exact, counts, device):
     down(act, w2, on_device, out, Tile(tokens=32, stages=2))
     for expert, count in enumerate(counts):
         want = swiglu_of(x[expert, :count].float(), w1[expert].float())
-        assert relative(act[expert, :count], want) < 1e-2
-        assert relative(out[expert, :count], want @ w2[expert].float().T) < 1e-2
+        assert relative(act[expert, :count], want) < (5e-3 if exact else 2e-2)
+        assert relative(out[expert, :count], want @ w2[expert].float().T) < (
+            1e-2 if exact else 3e-2
+        )
         assert (out[expert, count:] == 7.0).all()
 
 
