@@ -28,6 +28,8 @@ class Failure:
     step: int | None = 3
     within: str = "1 s"
     """Named by every survivor within this time of the fault."""
+    within_s: float = 1
+    """The same in seconds, with the limits of tests/watched.py."""
     silent_exit: int | None = None
     """Exit code of the faulty rank itself, when it is not the run's."""
 
@@ -115,6 +117,7 @@ FAILURES = (
         "SIGSTOP, a debugger or a suspended container; killed by a survivor of its host",
         "is stopped (SIGSTOP or a debugger)",
         within="limits.stale_s + 1 s",
+        within_s=2,
         silent_exit=-9,
     ),
     Failure(
@@ -125,6 +128,7 @@ FAILURES = (
         "alive, no progress: an endless loop, a lock, a dead file server",
         "made no progress for limits.step_s",
         within="limits.step_s + 1 s",
+        within_s=3,
     ),
     Failure(
         "asleep in warm-up",
@@ -136,6 +140,7 @@ FAILURES = (
         stage="warmup",
         step=None,
         within="limits.warmup_s + 1 s",
+        within_s=5,
     ),
     Failure(
         "GIL held",
@@ -146,6 +151,7 @@ FAILURES = (
         "it is killed by a survivor of its host",
         "is alive but none of its threads runs",
         within="limits.stale_s + 1 s",
+        within_s=2,
         silent_exit=-9,
     ),
     Failure(
@@ -183,6 +189,7 @@ FAILURES = (
         stage="report",
         step=9,
         within="limits.step_s + 1 s",
+        within_s=3,
     ),
     Failure(
         "SIGTERM to one rank",

@@ -15,6 +15,8 @@ from tests.failures import FAILURES, page
 from tests.watched import LIMITS, Running
 
 REPEATS = int(os.environ.get("EPDECODE_FAULT_REPEATS", "1"))
+START_S = 2.5
+"""Until the fault is reached: processes, group, first steps."""
 FAILURES_MD = Path(__file__).resolve().parent.parent / "docs" / "failures.md"
 
 
@@ -31,6 +33,7 @@ def check_whole(running):
 @pytest.mark.parametrize("failure", FAILURES, ids=lambda failure: failure.name.replace(" ", "-"))
 def test_fault(tmp_path, failure, repeat):
     steps = 100 if failure.exit_code in (75, 130) else 10
+    began = time.time()
     running = Running(tmp_path, fault=failure.fault, steps=steps)
     took = running.wait()
     status = running.status
@@ -48,6 +51,7 @@ def test_fault(tmp_path, failure, repeat):
     if failure.silent_exit is not None:
         codes[failure.rank] = failure.silent_exit
     assert running.exit_codes == codes, told
+    assert status["updated"] - began < START_S + failure.within_s, told
     assert took < 10, told
     check_whole(running)
     if failure.exit_code in (75, 130):
