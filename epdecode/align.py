@@ -127,6 +127,10 @@ def _nvshmem(core: Any, joined: bool) -> Align:
         if not joined:
             core.finalize()
 
+    # The first call loads the library's kernels, which must not happen inside a capture.
+    stream = torch.cuda.current_stream()
+    barrier(stream)
+    stream.synchronize()
     return Align("nvshmem", "", barrier, close)
 
 

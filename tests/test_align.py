@@ -14,6 +14,16 @@ from epdecode.world import World
 from tests.ranks import run_ranks
 
 
+class FirstStream:
+    """The stream on which the barrier is called for the first time."""
+
+    def __str__(self) -> str:
+        return "first"
+
+    def synchronize(self) -> None:
+        pass
+
+
 class FakeCore:
     """nvshmem.core as far as the alignment calls it."""
 
@@ -50,7 +60,9 @@ def built(world: World, name: str, status: int = 2, started: bool = False, lame:
         "device": torch.device("cuda", world.rank),
     })  # fmt: skip
     torch.cuda.device_count = lambda: world.size
+    torch.cuda.current_stream = lambda: FirstStream()
     made = align.build_align(name, on_gpu)
+    assert core.calls in ([], ["barrier on first"]), "warmed before any capture"
     made.barrier("stream")
     made.close()
     return made.name, made.reason, core.calls
@@ -58,12 +70,13 @@ def built(world: World, name: str, status: int = 2, started: bool = False, lame:
 
 @pytest.mark.parametrize("name", ["auto", "nvshmem"])
 def test_a_gpu_each(name) -> None:
-    expected = ("nvshmem", "", ["barrier on stream", "finalize"])
+    expected = ("nvshmem", "", ["barrier on first", "barrier on stream", "finalize"])
     assert run_ranks(2, built, name) == [expected] * 2
 
 
 def test_what_deep_ep_started_is_left_to_deep_ep() -> None:
-    assert run_ranks(2, built, "auto", 2, True) == [("nvshmem", "", ["barrier on stream"])] * 2
+    expected = ("nvshmem", "", ["barrier on first", "barrier on stream"])
+    assert run_ranks(2, built, "auto", 2, True) == [expected] * 2
 
 
 def test_no_barrier_without_shares_of_mps() -> None:
