@@ -62,7 +62,6 @@ def built(world: World, name: str, status: int = 2, started: bool = False, lame:
     torch.cuda.device_count = lambda: world.size
     torch.cuda.current_stream = lambda: FirstStream()
     made = align.build_align(name, on_gpu)
-    assert core.calls in ([], ["barrier on first"]), "warmed before any capture"
     made.barrier("stream")
     made.close()
     return made.name, made.reason, core.calls
