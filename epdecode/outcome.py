@@ -10,6 +10,7 @@ import torch
 from epdecode.build import Runtime
 from epdecode.floors import Traffic, stage_floors, weight_floor_us
 from epdecode.loop import Timed
+from epdecode.padding import packed_rows_use
 from epdecode.plan import Plan, to_json
 from epdecode.provenance import make_provenance
 from epdecode.result import (
@@ -73,6 +74,7 @@ def make_result(name: str, setup: Setup, runtime: Runtime, measured: Measured) -
         layer_floor=_layer_floor(plan, load, timing),
         floors=_floors(plan, measured.timed, load, timing),
         expert_load=load.summary,
+        packed_rows=packed_rows_use(plan, world, measured.timed.load),
         memory=_memory(runtime),
         weights=_weights(setup, runtime),
         step_counts=_step_counts(measured),

@@ -163,6 +163,22 @@ class ExpertLoad:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PackedRows:
+    """What padding costs where rows are packed: the busiest rank, means over layers and steps."""
+
+    rows: float
+    """That hold a token."""
+    aligned_rows: float
+    """With each expert's block filled up: what the grouped GEMMs work on."""
+    planned_rows: int
+    """That buffers hold; work follows the rows there are."""
+    worst_case: bool
+    """Received rows are taken as many as could arrive; false = the host waited for their number."""
+    buffer_bytes: int
+    """Of the buffers that have planned_rows."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryUse:
     """One category of device memory on the fullest rank, bytes."""
 
@@ -247,6 +263,7 @@ class Result:
     floors: Mapping[str, Floor] = field(default_factory=dict)
     """Per stage."""
     expert_load: ExpertLoad | None = None
+    packed_rows: PackedRows | None = None
     memory: Mapping[str, MemoryUse] = field(default_factory=dict)
     """Per category, and 'total'."""
     weights: WeightsUse | None = None

@@ -124,6 +124,12 @@ def facts(result: Result) -> Mapping[str, str]:
         lines["expert load"] = (
             f"max {figure(load.max)}, mean {figure(load.mean)} rows; imbalance {load.imbalance:.2f}"
         )
+    if result.packed_rows:
+        packed = result.packed_rows
+        lines["packed rows"] = (
+            f"{figure(packed.rows)} of {figure(packed.aligned_rows)} in aligned blocks; buffers "
+            f"hold {packed.planned_rows:,}, {packed.buffer_bytes / 2**20:,.1f} MiB"
+        )
     return lines | _outcome_facts(result)
 
 
