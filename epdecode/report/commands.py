@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from epdecode.errors import ConfigError, NotSaved
 from epdecode.report.compare import as_json, compare, table
-from epdecode.report.console import PLAIN_WIDTH, print_report
+from epdecode.report.console import print_plainly, print_report
 from epdecode.report.html import page
 from epdecode.report.prometheus import metrics
 from epdecode.result import Result
@@ -56,8 +55,7 @@ def compare_command(
     if as_document:
         sys.stdout.write(json.dumps(as_json(comparison), indent=2, allow_nan=False) + "\n")
         return
-    width = None if sys.stdout.isatty() else PLAIN_WIDTH
-    Console(file=sys.stdout, width=width, highlight=False).print(table(comparison))
+    print_plainly(table(comparison), sys.stdout)
 
 
 def _load(path: Path) -> tuple[Result, RunFolder]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from collections.abc import Iterator, Mapping
 from typing import TextIO
@@ -19,10 +20,18 @@ PLAIN_WIDTH = 100
 def print_report(result: Result, stream: TextIO | None = None) -> None:
     """Write the tables to ``stream`` (stdout), before the last line of JSON."""
     stream = stream or sys.stdout
-    width = None if stream.isatty() else PLAIN_WIDTH
-    console = Console(file=stream, width=width, highlight=False, soft_wrap=False)
-    console.print(render(result))
+    print_plainly(render(result), stream)
     stream.flush()
+
+
+def print_plainly(content: RenderableType, stream: TextIO) -> None:
+    """In colour on a terminal; elsewhere plain, 100 columns, without trailing spaces."""
+    if stream.isatty():
+        Console(file=stream, highlight=False).print(content)
+        return
+    text = io.StringIO()
+    Console(file=text, width=PLAIN_WIDTH, highlight=False).print(content)
+    stream.writelines(line.rstrip() + "\n" for line in text.getvalue().splitlines())
 
 
 def render(result: Result) -> RenderableType:
@@ -161,9 +170,9 @@ def _memory_table(result: Result) -> Table:
     table.add_column("planned", justify="right")
     table.add_column("peak", justify="right")
     for category, use in result.memory.items():
-        peak = "" if use.peak is None else f"{use.peak / 2**20:,.1f}"
+        peak = "" if use.peak is None else figure(use.peak / 2**20)
         style = "bold" if category == "total" else None
-        table.add_row(category, f"{use.planned / 2**20:,.1f}", peak, style=style)
+        table.add_row(category, figure(use.planned / 2**20), peak, style=style)
     return table
 
 

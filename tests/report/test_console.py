@@ -21,6 +21,7 @@ def printed(result):
 def test_sections():
     text = printed(make_result(warnings=("no warm-up steps",)))
     assert "\x1b" not in text
+    assert all(line == line.rstrip() for line in text.splitlines())
     for stage in STAGES:
         assert stage in text
     for word in ("PASSED", "p50", "p99", "share", "reached", "78%", "imbalance 1.94", "planned"):
