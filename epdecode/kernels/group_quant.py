@@ -7,6 +7,7 @@ from typing import Literal
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from epdecode.batch import Fp8Rows
 from epdecode.errors import ConfigError, nearest
@@ -20,7 +21,9 @@ from epdecode.kernels.fp8 import (
     scale_dtype,
     scale_words,
 )
+from epdecode.kernels.launch import early_launch, launch_options
 from epdecode.kernels.quant_math import quantize_groups
+from epdecode.kernels.scale_store import store_scales
 
 Layout = Literal["row", "column"]
 LAYOUTS: tuple[Layout, ...] = ("row", "column")
@@ -42,9 +45,13 @@ def _group_quant_kernel(
     ROWS: tl.constexpr,
     CHUNK: tl.constexpr,
     UE8M0: tl.constexpr,
+    RAW: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     WIDTH: tl.constexpr = (GROUPS + 3) // 4 * 4 if UE8M0 else GROUPS
     CHUNKS: tl.constexpr = (WIDTH + CHUNK - 1) // CHUNK
+    if PDL:
+        gdc_wait()
     tile = tl.program_id(0)
     # Rows run fastest in a tile: neighbouring lanes write neighbouring scales of a column.
     index = tl.arange(0, ROWS * CHUNK)
@@ -53,17 +60,23 @@ def _group_quant_kernel(
     column = group[:, None] * 128 + tl.arange(0, 128)[None, :]
     real = ((row < num_rows) & (group < GROUPS))[:, None]
     values = tl.load(x + (row * row_stride)[:, None] + column, mask=real, other=0.0)
+    if PDL:
+        gdc_launch_dependents()
     value, scale = quantize_groups(values.to(tl.float32), UE8M0)
     tl.store(data + (row * SIZE)[:, None] + column, value, mask=real)
     # A lane past the last row gets the scale of a zero row: no reader meets stale memory.
-    if UE8M0:
-        at = (row * scale_row_stride + (group // 4) * scale_word_stride) * 4 + group % 4
-        exponent = tl.where(group < GROUPS, scale, 0)
-        target = scales.to(tl.pointer_type(tl.uint8)) + at
-        tl.store(target, exponent, mask=(row < lanes) & (group < WIDTH))
-    else:
-        at = row * scale_row_stride + group * scale_word_stride
-        tl.store(scales + at, scale, mask=(row < lanes) & (group < GROUPS))
+    live = (row < lanes) & (group < WIDTH)
+    store_scales(
+        scales,
+        row * scale_row_stride,
+        scale_word_stride,
+        group,
+        scale,
+        live,
+        GROUPS,
+        UE8M0,
+        RAW,
+    )
 
 
 def group_quant(
@@ -83,7 +96,9 @@ def group_quant(
     if num_rows == 0:
         return out
     lanes = -(-num_rows // MN_ALIGNMENT) * MN_ALIGNMENT if layout == "column" else num_rows
-    rows, chunk = _tile(num_rows, layout)
+    # Sixteen groups a program: 2,048 values, 16 a lane. A float32 column wants four rows at once,
+    # whose scales are neighbours in memory; packed exponents want four groups of one row.
+    rows, chunk = (4, 4) if layout == "column" and scale_format == "fp32" else (1, 16)
     words = scale_words(groups, scale_format)
     width = groups if scale_format == "fp32" else words * 4
     grid = (-(-lanes // rows) * -(-width // chunk),)
@@ -101,16 +116,12 @@ def group_quant(
         ROWS=rows,
         CHUNK=chunk,
         UE8M0=scale_format == "ue8m0",
+        RAW=x.is_cuda,
+        PDL=early_launch(x.device),
         num_warps=4,
+        **launch_options(x.device),
     )
     return out
-
-
-def _tile(num_rows: int, layout: Layout) -> tuple[int, int]:
-    """(rows, groups) of one program: 1,024 values, a column's scales four rows at a time."""
-    if layout == "column" and num_rows >= MN_ALIGNMENT:
-        return MN_ALIGNMENT, 2
-    return 1, 8
 
 
 def empty_quantized(

@@ -8,10 +8,11 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from epdecode.batch import Fp8Rows, Rows
 from epdecode.kernels.checks import check
-from epdecode.kernels.launch import persistent_programs, power_of_two
+from epdecode.kernels.launch import early_launch, launch_options, persistent_programs, power_of_two
 from epdecode.kernels.place_routes import Places
 
 BLOCK = 1024
@@ -35,8 +36,12 @@ def _copy_kernel(
     BLOCK: tl.constexpr,
     WORDS: tl.constexpr,
     WORD_LANES: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     CHUNKS: tl.constexpr = (SIZE + BLOCK - 1) // BLOCK
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     items = tl.load(num_received) * CHUNKS
     item = tl.program_id(0)
     word = tl.arange(0, WORD_LANES)
@@ -68,8 +73,12 @@ def _unpack_kernel(
     K: tl.constexpr,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     CHUNKS: tl.constexpr = (SIZE + BLOCK - 1) // BLOCK
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     items = tl.load(num_received) * CHUNKS
     item = tl.program_id(0)
     while item < items:
@@ -122,7 +131,9 @@ def _copy(rows: Rows, places: Places, out: Rows) -> None:
         BLOCK=BLOCK,
         WORDS=words,
         WORD_LANES=power_of_two(words),
+        PDL=early_launch(source.device),
         num_warps=4,
+        **launch_options(source.device),
     )
 
 
@@ -148,7 +159,9 @@ def unpack_weighted(
             K=top_k,
             SIZE=size,
             BLOCK=BLOCK,
+            PDL=early_launch(rows.device),
             num_warps=4,
+            **launch_options(rows.device),
         )
     return out
 

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from epdecode.kernels.checks import check
-from epdecode.kernels.launch import power_of_two
+from epdecode.kernels.launch import early_launch, launch_options, power_of_two
 
 SLICES = 128
 """Most programs that share the routes; each reads the counts of all the others."""
@@ -47,7 +48,11 @@ def _count_kernel(
     per_slice,
     STEP: tl.constexpr,
     EXPERTS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     slice = tl.program_id(0)
     expert = tl.arange(0, EXPERTS)
     count = tl.zeros((EXPERTS,), tl.int32)
@@ -83,7 +88,11 @@ def _place_kernel(
     EXPERTS: tl.constexpr,
     SLICES: tl.constexpr,
     ALIGNMENT: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     program = tl.program_id(0)
     programs = tl.num_programs(0)
     expert = tl.arange(0, EXPERTS)
@@ -171,7 +180,9 @@ def place_routes(topk_ids: torch.Tensor, alignment: int, out: Places) -> Places:
         per_slice,
         STEP=STEP,
         EXPERTS=experts,
+        PDL=early_launch(topk_ids.device),
         num_warps=warps,
+        **launch_options(topk_ids.device),
     )
     _place_kernel[(slices,)](
         topk_ids,
@@ -189,7 +200,9 @@ def place_routes(topk_ids: torch.Tensor, alignment: int, out: Places) -> Places:
         EXPERTS=experts,
         SLICES=power_of_two(slices),
         ALIGNMENT=alignment,
+        PDL=early_launch(topk_ids.device),
         num_warps=warps,
+        **launch_options(topk_ids.device),
     )
     return out
 

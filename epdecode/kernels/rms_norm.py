@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from epdecode.kernels.checks import check
-from epdecode.kernels.launch import power_of_two
+from epdecode.kernels.launch import early_launch, launch_options, power_of_two
 
 
 @triton.jit
@@ -20,10 +21,13 @@ def _rms_norm_kernel(
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     RESIDUAL: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     start = tl.program_id(0).to(tl.int64) * SIZE
     lane = tl.arange(0, BLOCK)
     real = lane < SIZE
+    if PDL:
+        gdc_wait()
     value = tl.load(x + start + lane, mask=real, other=0.0).to(tl.float32)
     gain = tl.load(weight + lane, mask=real, other=0.0).to(tl.float32)
     if RESIDUAL:
@@ -31,6 +35,8 @@ def _rms_norm_kernel(
         rounded = value.to(tl.bfloat16)
         tl.store(residual + start + lane, rounded, mask=real)
         value = rounded.to(tl.float32)
+    if PDL:
+        gdc_launch_dependents()
     mean = tl.sum(value * value, 0) / SIZE
     tl.store(out + start + lane, (value * tl.rsqrt(mean + eps) * gain).to(tl.bfloat16), mask=real)
 
@@ -60,7 +66,9 @@ def rms_norm(
         SIZE=size,
         BLOCK=power_of_two(size),
         RESIDUAL=residual is not None,
+        PDL=early_launch(x.device),
         num_warps=8 if size > 2048 else 4,
+        **launch_options(x.device),
     )
     return out
 

@@ -11,9 +11,10 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from epdecode.batch import Route
-from epdecode.kernels.launch import power_of_two
+from epdecode.kernels.launch import early_launch, launch_options, power_of_two
 from epdecode.kernels.quant_math import LOG2_E, sigmoid, sigmoid_ref
 from epdecode.kernels.router_rule import SCORINGS, check_router, chooses_by_logit
 from epdecode.kernels.router_rule import RouterRule as RouterRule
@@ -81,6 +82,7 @@ def _router_kernel(  # noqa: C901
     KEEP: tl.constexpr,
     TOP2: tl.constexpr,
     NORM: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     LOWEST: tl.constexpr = -(1 << 63)
     LOG2_E: tl.constexpr = 1.4426950408889634
@@ -90,6 +92,9 @@ def _router_kernel(  # noqa: C901
     id = group[:, None] * SIZE + lane[None, :]
     real = (group < GROUPS)[:, None] & (lane < SIZE)[None, :]
     row = logits + token * row_stride
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     logit = tl.load(row + id, mask=real, other=float("-inf")).to(tl.float32)
     highest = tl.max(tl.max(logit, 1), 0)
     total = tl.zeros((), tl.float64)
@@ -173,7 +178,9 @@ def router(
         KEEP=rule.topk_group,
         TOP2=rule.group_score == "top2_sum",
         NORM=rule.norm_topk_prob and rule.scoring != "softmax_after_topk",
+        PDL=early_launch(logits.device),
         num_warps=1,
+        **launch_options(logits.device),
         # score + bias as one fused multiply-add would round differently from plain torch.
         enable_fp_fusion=False,
     )

@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from epdecode.kernels.checks import check, check_counts
-from epdecode.kernels.launch import persistent_programs
+from epdecode.kernels.launch import early_launch, launch_options, persistent_programs
 from epdecode.kernels.quant_math import silu_mul, silu_mul_ref
 from epdecode.kernels.valid_rows import LANES, expert_rows, find_row, valid_rows_ref
 
@@ -26,8 +27,11 @@ def _swiglu_kernel(
     BLOCK: tl.constexpr,
     CHUNKS: tl.constexpr,
     ALIGNMENT: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     PIECES: tl.constexpr = (SIZE + BLOCK - 1) // BLOCK
+    if PDL:
+        gdc_wait()
     count, ends, total = expert_rows(counts, num_experts, capacity, CHUNKS)
     items = total * PIECES
     item = tl.program_id(0)
@@ -38,6 +42,8 @@ def _swiglu_kernel(
         source = gate_up + row * (2 * SIZE) + column
         gate = tl.load(source, mask=real, other=0.0).to(tl.float32)
         up = tl.load(source + SIZE, mask=real, other=0.0).to(tl.float32)
+        if PDL and item + tl.num_programs(0) >= items:
+            gdc_launch_dependents()
         tl.store(out + row * SIZE + column, silu_mul(gate, up).to(tl.bfloat16), mask=real)
         item += tl.num_programs(0)
 
@@ -67,7 +73,8 @@ def _run(
     items = gate_up.shape[:-1].numel() * -(-size // BLOCK)
     if items == 0 or counts.numel() == 0:
         return out
-    _swiglu_kernel[(persistent_programs(gate_up.device, 8, items),)](
+    device = gate_up.device
+    _swiglu_kernel[(persistent_programs(device, 8, items),)](
         gate_up,
         counts,
         out,
@@ -77,7 +84,9 @@ def _run(
         BLOCK=BLOCK,
         CHUNKS=-(-counts.numel() // LANES),
         ALIGNMENT=alignment,
+        PDL=early_launch(device),
         num_warps=4,
+        **launch_options(device),
     )
     return out
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from epdecode.batch import Fp8Rows
 from epdecode.kernels.checks import check, check_counts, check_scales
@@ -19,7 +20,7 @@ from epdecode.kernels.fp8 import (
     quantize_ref,
     scale_words,
 )
-from epdecode.kernels.launch import persistent_programs
+from epdecode.kernels.launch import early_launch, launch_options, persistent_programs
 from epdecode.kernels.quant_math import quantize_groups, silu_mul, silu_mul_ref
 from epdecode.kernels.scale_store import store_scales
 from epdecode.kernels.valid_rows import LANES, expert_rows, find_groups, valid_rows_ref
@@ -49,9 +50,12 @@ def _swiglu_quant_kernel(
     ALIGNMENT: tl.constexpr,
     UE8M0: tl.constexpr,
     RAW: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     # A row of packed exponents is whole words: the groups past the last are pieces of work too.
     WIDTH: tl.constexpr = (GROUPS + 3) // 4 * 4 if UE8M0 else GROUPS
+    if PDL:
+        gdc_wait()
     count, ends, total = expert_rows(counts, num_experts, capacity, CHUNKS)
     groups = total * WIDTH
     item = tl.program_id(0)
@@ -74,6 +78,8 @@ def _swiglu_quant_kernel(
         source = gate_up + (row * (2 * SIZE) + group * 128)[:, None] + lane
         gate = tl.load(source, mask=real, other=0.0).to(tl.float32)
         up = tl.load(source + SIZE, mask=real, other=0.0).to(tl.float32)
+        if PDL and (item + tl.num_programs(0)) * TILE >= groups:
+            gdc_launch_dependents()
         value, scale = quantize_groups(silu_mul(gate, up), UE8M0)
         tl.store(data + (row * SIZE + group * 128)[:, None] + lane, value, mask=real)
         store_scales(scales, scale_row, scale_word_stride, group, scale, live, GROUPS, UE8M0, RAW)
@@ -125,8 +131,8 @@ def _run(
     if items == 0 or counts.numel() == 0:
         return out
     scales = out.scales
-    on_gpu = gate_up.is_cuda
-    _swiglu_quant_kernel[(persistent_programs(gate_up.device, PER_PROCESSOR, items),)](
+    device = gate_up.device
+    _swiglu_quant_kernel[(persistent_programs(device, PER_PROCESSOR, items),)](
         gate_up,
         counts,
         out.data,
@@ -142,8 +148,10 @@ def _run(
         CHUNKS=-(-counts.numel() // LANES),
         ALIGNMENT=alignment,
         UE8M0=scale_format == "ue8m0",
-        RAW=on_gpu,
+        RAW=device.type == "cuda",
+        PDL=early_launch(device),
         num_warps=WARPS,
+        **launch_options(device),
     )
     return out
 
