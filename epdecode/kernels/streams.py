@@ -1,4 +1,4 @@
-"""Read memory once and keep next to nothing: the measure of the device's pure read rate."""
+"""Read memory once, or copy it: the measure of what this device's memory does."""
 
 from __future__ import annotations
 
@@ -22,9 +22,20 @@ def _read_kernel(source, sums, blocks, BLOCK: tl.constexpr):
     tl.store(sums + program, tl.xor_sum(total, 0))
 
 
+@triton.jit
+def _copy_kernel(source, target, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(target + at, tl.load(source + at))
+
+
 def read_stream(source: torch.Tensor, sums: torch.Tensor) -> None:
     """Xor whole blocks of int32 ``source`` into ``sums``, int32 [programs], one word a program."""
     _read_kernel[(sums.numel(),)](source, sums, source.numel() // BLOCK, BLOCK=BLOCK, num_warps=8)
+
+
+def copy_stream(source: torch.Tensor, target: torch.Tensor) -> None:
+    """Copy whole blocks of int32 ``source`` to ``target`` of the same size."""
+    _copy_kernel[(source.numel() // BLOCK,)](source, target, BLOCK=BLOCK, num_warps=8)
 
 
 def read_stream_ref(source: torch.Tensor, sums: torch.Tensor) -> None:
