@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
-from epdecode.batch import Route, no_mark
+from epdecode.align import Align, build_align
+from epdecode.batch import Mark, Route, no_mark
 from epdecode.checkpoint import Checkpoint
 from epdecode.clock import Clock, build_clock
 from epdecode.config import Config
@@ -21,6 +23,7 @@ from epdecode.plan import Plan
 from epdecode.router import ForcedRouter, GateRouter, Router, rule_of
 from epdecode.shared import SharedExpert, shared_maker
 from epdecode.transport import Transport, build_transport
+from epdecode.transport.placed import place
 from epdecode.weight_source import Loading, load_weights
 from epdecode.weights import LayerWeights
 from epdecode.world import World
@@ -33,6 +36,7 @@ class Runtime:
     plan: Plan
     world: World
     transport: Transport
+    align: Align
     experts: Experts
     layers: tuple[MoELayer, ...]
     weights: tuple[LayerWeights, ...]
@@ -56,14 +60,19 @@ class Runtime:
         """The step launched from the host."""
         return EagerStep(self.layers, self.inputs, self.clock)
 
-    def step(self) -> Step:
-        """The step the plan asks for; captures the graphs."""
+    def step(self, mark: Mark = no_mark) -> Step:
+        """The step the plan asks for; captures the graphs. ``mark`` hears of launched stages."""
         if self.plan.graph_enabled:
-            return GraphStep(self.layers, self.inputs, self.clock, self.plan.buckets)
-        return self.eager()
+            return GraphStep(self.layers, self.inputs, self.clock, self.plan.buckets, self._line_up)
+        return EagerStep(self.layers, self.inputs, self.clock, mark, self._line_up)
+
+    def _line_up(self) -> None:
+        if self.world.device.type == "cuda":
+            self.align.barrier(torch.cuda.current_stream())
 
     def close(self) -> None:
         """Release the buffers; collective, before the group is left."""
+        self.align.close()
         self.transport.close()
 
 
@@ -83,13 +92,14 @@ def build(
     inputs = _inputs(config, plan, world.device)
     experts = build_experts(plan, world.device)
     shared = shared_maker(config, plan, world.device)
-    make = _LayerMaker(config, plan, inputs, transport, experts, shared)
+    make = _LayerMaker(config, plan, inputs, partial(place, transport, plan, world), experts, shared)
     layers = tuple(make(index, one) for index, one in enumerate(weights))
     ledger.note("workspaces")
     return Runtime(
         plan=plan,
         world=world,
         transport=transport,
+        align=build_align(config.run.align, world, plan.transport.name),
         experts=experts,
         layers=layers,
         weights=weights,
@@ -107,7 +117,8 @@ class _LayerMaker:
     config: Config
     plan: Plan
     inputs: StepInputs
-    transport: Transport
+    transport: Callable[[int], Transport]
+    """Of one layer: which experts are where may differ between layers."""
     experts: Experts
     shared: Callable[[LayerWeights], SharedExpert]
 
@@ -116,7 +127,7 @@ class _LayerMaker:
         return MoELayer(
             norm=lambda hidden: norm_op(hidden, weights.norm, NORM_EPS, torch.empty_like(hidden)),
             router=_router(self.config, self.plan, self.inputs, index, weights),
-            transport=self.transport,
+            transport=self.transport(index),
             experts=self.experts,
             weights=self.experts.prepare(weights.experts),
             shared=self.shared(weights),

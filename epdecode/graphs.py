@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -66,6 +66,15 @@ class StepOutput:
     traces: tuple[LayerTrace, ...]
 
 
+Align = Callable[[], None]
+"""Lines the ranks up on the device in front of an instrumented step, so that its stages hold no
+wait for a rank that began late."""
+
+
+def nothing() -> None:
+    """No alignment."""
+
+
 class Step(Protocol):
     """Runs all layers on the static inputs."""
 
@@ -99,20 +108,35 @@ class EagerStep:
 
     kind = "eager"
 
-    def __init__(self, layers: Sequence[MoELayer], inputs: StepInputs, clock: Clock) -> None:
+    def __init__(
+        self,
+        layers: Sequence[MoELayer],
+        inputs: StepInputs,
+        clock: Clock,
+        mark: Mark = no_mark,
+        align: Align = nothing,
+    ) -> None:
         self.inputs = inputs
         self._layers = layers
         self._clock = clock
+        self._mark = mark
+        self._align = align
 
     def __call__(self, bucket: int) -> StepOutput:
         """See Step."""
-        return run_layers(self._layers, self.inputs, bucket, no_mark)
+        return run_layers(self._layers, self.inputs, bucket, self._mark)
 
     def instrumented(self, bucket: int) -> tuple[StepOutput, Recorder]:
         """See Step."""
         recorder = self._clock.recorder()
+
+        def mark(stage: str) -> None:
+            recorder.mark(stage)
+            self._mark(stage)
+
+        self._align()
         recorder.start()
-        return run_layers(self._layers, self.inputs, bucket, recorder.mark), recorder
+        return run_layers(self._layers, self.inputs, bucket, mark), recorder
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,10 +162,12 @@ class GraphStep:
         inputs: StepInputs,
         clock: Clock,
         buckets: Sequence[int],
+        align: Align = nothing,
     ) -> None:
         self.inputs = inputs
         self._layers = layers
         self._clock = clock
+        self._align = align
         self._pool = torch.cuda.graph_pool_handle()
         self._plain: dict[int, _Captured] = {}
         self._stamped: dict[int, _Captured] = {}
@@ -154,6 +180,7 @@ class GraphStep:
         recorder = self._clock.recorder()
         with torch.cuda.graph(graph, pool=self._pool):
             if stamped:
+                self._align()
                 recorder.start()
             mark = recorder.mark if stamped else no_mark
             output = run_layers(self._layers, self.inputs, bucket, mark)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -16,6 +16,10 @@ from epdecode.samples import Pass
 
 Note = Callable[[Pass, int, float, dict[str, float] | None], None]
 """note(pass, step, microseconds, stages): called for each step when its end has passed."""
+
+
+Steps = Callable[[], Iterable[int]]
+"""The steps of one pass, counted from 0; may end early."""
 
 
 @dataclass(slots=True)
@@ -32,14 +36,14 @@ class Timed:
 
 
 def timed_steps(
-    runtime: Runtime, step: Step, batches: Sequence[Planned], steps: int, note: Note
+    runtime: Runtime, step: Step, batches: Sequence[Planned], steps: Steps, note: Note
 ) -> Timed:
-    """Both passes. All ranks start each pass together."""
+    """Both passes. All ranks start each pass together, and end it at the same step."""
     timed = Timed()
     runtime.world.barrier()
     _plain(runtime, step, batches, steps, note, timed)
     runtime.world.barrier()
-    for index in range(steps):
+    for index in steps():
         _instrumented(runtime, step, batches[index % len(batches)], index, note, timed)
     return timed
 
@@ -48,7 +52,7 @@ def _plain(
     runtime: Runtime,
     step: Step,
     batches: Sequence[Planned],
-    steps: int,
+    steps: Steps,
     note: Note,
     timed: Timed,
 ) -> None:
@@ -61,7 +65,7 @@ def _plain(
         note("plain", index, took, None)
 
     under_way: tuple[int, Elapsed] | None = None
-    for index in range(steps):
+    for index in steps():
         planned = batches[index % len(batches)]
         fill(step.inputs, planned.batch, planned.bucket)
         elapsed = runtime.clock.time(partial(step, planned.bucket))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import torch
 
@@ -12,7 +12,7 @@ from epdecode.floors import Traffic, stage_floors, weight_floor_us
 from epdecode.loop import Timed
 from epdecode.padding import packed_rows_use
 from epdecode.plan import Plan, to_json
-from epdecode.provenance import make_provenance
+from epdecode.provenance import loaded_versions, make_provenance
 from epdecode.result import (
     ExpertLoad,
     Floor,
@@ -26,6 +26,7 @@ from epdecode.result import (
     WeightsUse,
 )
 from epdecode.result_json import withhold_speed
+from epdecode.save import utc_now
 from epdecode.session import Setup
 from epdecode.timing import build_throughput, build_timing
 from epdecode.world import World
@@ -40,7 +41,6 @@ class Measured:
     """eager or graph, as the steps really ran."""
     first_call_us: float
     verification: Verification | None
-    started_utc: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,20 +54,31 @@ class _Load:
     """Experts with a row on the rank that has most of them."""
 
 
-def make_result(name: str, setup: Setup, runtime: Runtime, measured: Measured) -> Result:
-    """The document; the same on every rank."""
+def blank_result(name: str, setup: Setup, world: World, started_utc: str) -> Result:
+    """The document without figures: what a run that breaks is reported in. Collective."""
+    return Result(
+        status="failed",
+        name=name,
+        config=asdict(setup.config),
+        config_digest=setup.digest,
+        plan=_plain(to_json(setup.plan)),
+        provenance=make_provenance(world, started_utc),
+        method=_method(setup),
+        warnings=_warnings(setup),
+    )
+
+
+def make_result(blank: Result, setup: Setup, runtime: Runtime, measured: Measured) -> Result:
+    """The document; the same on every rank. Collective."""
     plan, world = setup.plan, runtime.world
     timing = _timing(plan, world, measured.timed)
     load = _load(world, measured.timed)
     first = max(float(v) for v in world.gather(torch.tensor([measured.first_call_us]).double()))
-    result = Result(
+    result = replace(
+        blank,
         status=_status(measured.verification),
-        name=name,
-        config=asdict(setup.config),
-        config_digest=setup.digest,
-        plan=_plain(to_json(plan)),
-        provenance=make_provenance(world, measured.started_utc),
-        method=_method(setup, measured),
+        provenance=replace(blank.provenance, versions=loaded_versions(), finished_utc=utc_now()),
+        method=replace(blank.method, graph=measured.kind == "graph", align=_align(runtime)),
         timing=timing,
         first_call_us=first or None,
         throughput=build_throughput(measured.timed.tokens / len(measured.timed.plain), timing),
@@ -79,16 +90,20 @@ def make_result(name: str, setup: Setup, runtime: Runtime, measured: Measured) -
         weights=_weights(setup, runtime),
         step_counts=_step_counts(measured),
         verification=measured.verification,
-        warnings=_warnings(setup),
     )
     return withhold_speed(result) if plan.shared_gpu else result
+
+
+def _align(runtime: Runtime) -> str:
+    align = runtime.align
+    return f"{align.name} ({align.reason})" if align.reason else align.name
 
 
 def _status(verification: Verification | None) -> RunStatus:
     return "wrong" if verification and not verification.passed else "passed"
 
 
-def _method(setup: Setup, measured: Measured) -> Method:
+def _method(setup: Setup) -> Method:
     plan, run = setup.plan, setup.config.run
     return Method(
         world_size=plan.world_size,
@@ -97,7 +112,7 @@ def _method(setup: Setup, measured: Measured) -> Method:
         transport=plan.transport.name,
         wire=plan.transport.wire,
         experts=plan.experts.name,
-        graph=measured.kind == "graph",
+        graph=plan.graph_enabled,
         warmup_steps=run.warmup_steps,
         steps=run.steps,
         clock="cuda_event" if setup.device.type == "cuda" else "host",

@@ -89,6 +89,8 @@ class Method:
     """cold = weights come from memory in every layer (several layers, or a flush)."""
     shared_gpu: bool
     """Ranks share a GPU: right for correctness, no speed is reported."""
+    align: str = "none"
+    """What lined the ranks up in front of an instrumented step, and why nothing did."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

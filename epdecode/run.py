@@ -11,31 +11,35 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
-from epdecode import logs, world
-from epdecode.build import Runtime, build
+from torch._C._distributed_c10d import Store
+
+from epdecode import envinfo, logs, world
+from epdecode.build import build
 from epdecode.config_load import find_preset, resolved_yaml
 from epdecode.errors import Exit, UserError
-from epdecode.inputs import make_batches
+from epdecode.faults import read_fault
+from epdecode.judge import Seat
 from epdecode.launch_env import Launch, read_launch
-from epdecode.loop import timed_steps
-from epdecode.outcome import Measured, make_result
+from epdecode.measure import measure
+from epdecode.oom import explained
+from epdecode.outcome import blank_result, make_result
+from epdecode.partial import save_lost
 from epdecode.plan import render
+from epdecode.processes import die_with_launcher
 from epdecode.report.console import print_report
-from epdecode.result import Result
-from epdecode.result_json import EXIT_OF, summary_line, to_json
+from epdecode.result import Cause, Result
+from epdecode.result_json import EXIT_OF, failure_line, summary_line, to_json
 from epdecode.samples import SampleWriter, merge_samples
-from epdecode.save import RunFolder, atomic_write, save_result, utc_now
-from epdecode.session import Setup, join, prepare
-from epdecode.status import Status, write_status
-from epdecode.verify import verify_step
-from epdecode.warmup import compile_all, warm_up
+from epdecode.save import RunFolder, atomic_write, save_json, save_result, utc_now
+from epdecode.session import Setup, join, meet, prepare
+from epdecode.signals import SignalInbox
+from epdecode.watch import Watch
 
 log = logging.getLogger("epdecode.run")
 
-VERIFIED = 4
-"""Batches whose every layer and row is compared with the plain path."""
 PRINTING_S = 2.0
 """torchrun ends all ranks when one leaves with an error; the one that prints gets this long."""
 
@@ -48,17 +52,56 @@ def main(argv: Sequence[str] | None = None) -> int:
         launch = read_launch(os.environ)
         logs.to_stderr(launch.rank)
         setup = prepare(args.config, args.override)
+        if args.print_config:
+            return _print_config(args, setup)
+        fault = read_fault(os.environ, setup.config.debug.faults)
+        die_with_launcher()
+        store = meet(setup)
     except UserError as error:
         return _refuse(error, launch)
-    if args.print_config:
-        sys.stdout.write(resolved_yaml(setup.config, args.config) if launch.rank == 0 else "")
-        return Exit.OK
-    try:
-        return _job(args, setup)
-    except UserError as error:
-        return _complain(error)
-    finally:
-        world.leave()
+    with SignalInbox() as inbox:
+        seat = Seat(launch.rank, launch.world_size, None if launch.agent_store else 0)
+        mine = store.clone()  # type: ignore[attr-defined]
+        watch = Watch(mine, seat, setup.config.limits, inbox, fault)
+        try:
+            return _job(args, setup, store, watch)
+        except Exception as error:  # noqa: BLE001 - the watch names the rank at fault and leaves
+            watch.fail(error)
+
+
+def _job(args: argparse.Namespace, setup: Setup, store: Store, watch: Watch) -> int:
+    started = utc_now()
+    watch.phase("join")
+    ranks = join(setup, store)
+    name = find_preset(args.config).stem
+    folder = _open_folder(args, name, setup, ranks)
+    logs.to_file(folder.log, ranks.rank)
+    blank = blank_result(name, setup, ranks, started)
+    watch.use(folder, partial(save_lost, folder, blank))
+    log.info("%s\n%s", folder.path, render(setup.plan))
+    samples = SampleWriter(folder, ranks.rank)
+    watch.keep(samples.flush)
+    watch.phase("load")
+    with explained("loading", setup.plan, setup.device):
+        runtime = build(setup.config, setup.plan, ranks, setup.checkpoint)
+    with explained("compiling, capturing or stepping", setup.plan, setup.device):
+        measured = measure(setup.config, runtime, samples, watch)
+    samples.close()
+    if stop := watch.stop:
+        ranks.barrier()
+        if ranks.rank == 0:
+            save_lost(folder, blank, stop)
+        runtime.close()
+        watch.close(stop.exit_code, stop.cause)
+        return stop.exit_code
+    result = make_result(blank, setup, runtime, measured)
+    if ranks.rank == 0:
+        _report(result, folder)
+    ranks.barrier()
+    runtime.close()
+    watch.close(EXIT_OF[result.status], result.cause)
+    world.leave()
+    return EXIT_OF[result.status]
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -77,75 +120,43 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_intermixed_args(argv)
 
 
-def _job(args: argparse.Namespace, setup: Setup) -> int:
-    started = utc_now()
-    ranks = join(setup)
-    name = find_preset(args.config).stem
-    folder = _open_folder(args.out, name, setup, ranks)
-    logs.to_file(folder.log, ranks.rank)
-    log.info("%s\n%s", folder.path, render(setup.plan))
-    runtime = build(setup.config, setup.plan, ranks, setup.checkpoint)
-    measured = _measure(setup, runtime, folder, started)
-    result = make_result(name, setup, runtime, measured)
-    code = _report(result, folder, ranks)
-    runtime.close()
-    return code
+def _print_config(args: argparse.Namespace, setup: Setup) -> int:
+    if setup.launch.rank == 0:
+        sys.stdout.write(resolved_yaml(setup.config, args.config))
+    return Exit.OK
 
 
-def _open_folder(root: Path, name: str, setup: Setup, ranks: world.World) -> RunFolder:
+def _open_folder(
+    args: argparse.Namespace, name: str, setup: Setup, ranks: world.World
+) -> RunFolder:
     """Rank 0 makes the folder before anyone starts work; the others join it."""
-    made = RunFolder.create(root, name, setup.digest) if ranks.rank == 0 else None
+    made = RunFolder.create(args.out, name, setup.digest) if ranks.rank == 0 else None
     path = Path(ranks.gather_text(str(made.path) if made else "")[0])
-    folder = made or RunFolder.join(path)
     if made:
-        atomic_write(folder.config, resolved_yaml(setup.config))
-        write_status(folder.status, Status(phase="load"))
-    return folder
+        atomic_write(made.config, resolved_yaml(setup.config, args.config))
+    return made or RunFolder.join(path)
 
 
-def _measure(setup: Setup, runtime: Runtime, folder: RunFolder, started: str) -> Measured:
-    """Compile, warm, capture, time, verify: every rank passes each point before any goes on."""
-    run = setup.config.run
-    batches = make_batches(setup.config, setup.plan, runtime.world)
-    compile_all(runtime)
-    runtime.world.barrier()
-    first = warm_up(runtime, runtime.eager(), batches, max(1, run.warmup_steps // 2))
-    step = runtime.step()
-    runtime.world.barrier()
-    warm_up(runtime, step, batches, run.warmup_steps)
-    samples = SampleWriter(folder, runtime.world.rank)
-    timed = timed_steps(runtime, step, batches, run.steps, samples.add)
-    samples.close()
-    verification = None
-    if run.verify:
-        verification = verify_step(runtime, step, batches[:VERIFIED])
-    return Measured(timed, step.kind, first, verification, started)
-
-
-def _report(result: Result, folder: RunFolder, ranks: world.World) -> int:
-    code = EXIT_OF[result.status]
-    if ranks.rank == 0:
-        path = save_result(folder, to_json(result))
-        merge_samples(folder)
-        write_status(folder.status, Status(phase="done", exit_code=int(code)))
-        print_report(result)
-        sys.stdout.write(summary_line(result, path) + "\n")
-        sys.stdout.flush()
-    ranks.barrier()
-    return code
+def _report(result: Result, folder: RunFolder) -> None:
+    path = save_result(folder, to_json(result))
+    merge_samples(folder)
+    save_json(folder.env, envinfo.collect())
+    print_report(result)
+    sys.stdout.write(summary_line(result, path) + "\n")
+    sys.stdout.flush()
 
 
 def _refuse(error: UserError, launch: Launch) -> int:
     """Every rank reads the same files: one a node says what is wrong, before the others leave."""
-    if launch.local_rank == 0:
-        return _complain(error)
-    time.sleep(PRINTING_S)
-    return error.exit_code
-
-
-def _complain(error: UserError) -> int:
+    if launch.local_rank:
+        time.sleep(PRINTING_S)
+        return error.exit_code
     sys.stderr.write(f"epdecode: {error}\n")
     sys.stderr.flush()
+    if launch.rank == 0:
+        cause = Cause(kind=error.exit_code.name.lower(), message=str(error), rank=0)
+        sys.stdout.write(failure_line(error.exit_code, cause, None) + "\n")
+        sys.stdout.flush()
     return error.exit_code
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch._C._distributed_c10d import Store
 
 from epdecode import experts, transport
 from epdecode import world as worlds
@@ -19,6 +20,7 @@ from epdecode.config import Config
 from epdecode.config_load import digest, find_checkpoint, load_config, load_model
 from epdecode.errors import EnvironmentFault
 from epdecode.hardware import Device, match_device
+from epdecode.jit_cache import use_cache
 from epdecode.launch_env import Launch, read_launch
 from epdecode.models import ModelShape
 from epdecode.plan import Plan, make_plan, to_json
@@ -61,6 +63,8 @@ def prepare(config_path: str | Path | None, overrides: Sequence[str] = ()) -> Se
         ranks_per_gpu=_ranks_per_gpu(launch, device),
         qp_depth_set=_qp_depth(os.environ),
     )
+    if device.type == "cuda":
+        use_cache(_compiled_for(device), os.environ)
     transport.load_transport(plan)
     experts.load_experts(plan)
     checkpoint = None
@@ -70,8 +74,8 @@ def prepare(config_path: str | Path | None, overrides: Sequence[str] = ()) -> Se
     return Setup(config, model, digest(config, model), launch, device, plan, checkpoint)
 
 
-def join(setup: Setup) -> worlds.World:
-    """Open the store, agree on config, plan and versions, then make the process group."""
+def meet(setup: Setup) -> Store:
+    """Open the launch's store and agree on config, plan and versions, before any collective."""
     timeout = setup.config.limits.join_s
     store = worlds.open_store(setup.launch, timeout)
     facts = {
@@ -79,7 +83,12 @@ def join(setup: Setup) -> worlds.World:
         "versions": {name: version or "absent" for name, version in loaded_versions().items()},
     }
     worlds.agree(store, setup.launch, facts, timeout)
-    return worlds.join(setup.launch, store, setup.device, timeout)
+    return store
+
+
+def join(setup: Setup, store: Store) -> worlds.World:
+    """The process group over a store that all ranks have met at."""
+    return worlds.join(setup.launch, store, setup.device, setup.config.limits.join_s)
 
 
 @contextmanager
@@ -88,7 +97,7 @@ def open_runtime(
 ) -> Iterator[Runtime]:
     """The layers of a config, built and ready on this rank; closed and left at the end."""
     setup = prepare(config_path, overrides)
-    world = join(setup)
+    world = join(setup, meet(setup))
     try:
         runtime = build(setup.config, setup.plan, world, setup.checkpoint)
         try:
@@ -139,6 +148,15 @@ def _ranks_per_gpu(launch: Launch, device: torch.device) -> int:
     if device.type != "cuda":
         return 1
     return -(-launch.local_world_size // torch.cuda.device_count())
+
+
+def _compiled_for(device: torch.device) -> dict[str, str]:
+    """What compiled kernels depend on."""
+    return {
+        "capability": str(torch.cuda.get_device_capability(device)),
+        "cuda": str(torch.version.cuda),
+        "torch": torch.__version__,
+    }
 
 
 def _qp_depth(env: Mapping[str, str]) -> int | None:

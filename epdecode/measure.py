@@ -1,0 +1,37 @@
+"""Compile, warm, capture, time, verify: every rank passes each point before any goes on."""
+
+from __future__ import annotations
+
+from epdecode.build import Runtime
+from epdecode.config import Config
+from epdecode.inputs import make_batches
+from epdecode.loop import timed_steps
+from epdecode.outcome import Measured
+from epdecode.samples import SampleWriter
+from epdecode.verify import verify_step
+from epdecode.warmup import compile_all, warm_up
+from epdecode.watch import Watch
+
+VERIFIED = 4
+"""Batches whose every layer and row is compared with the plain path."""
+
+
+def measure(config: Config, runtime: Runtime, samples: SampleWriter, watch: Watch) -> Measured:
+    """What this rank brings home; without stages and verification when a signal ended the steps."""
+    run, world = config.run, runtime.world
+    batches = make_batches(config, runtime.plan, world)
+    watch.phase("warmup")
+    compile_all(runtime)
+    world.barrier()
+    first = warm_up(runtime, runtime.eager(), batches, max(1, run.warmup_steps // 2))
+    step = runtime.step(watch.mark)
+    world.barrier()
+    warm_up(runtime, step, batches, run.warmup_steps)
+    world.barrier()
+    watch.phase("steps")
+    timed = timed_steps(runtime, step, batches, lambda: watch.steps(run.steps), samples.add)
+    watch.phase("report")
+    verification = None
+    if run.verify and not watch.stop:
+        verification = verify_step(runtime, step, batches[:VERIFIED])
+    return Measured(timed, step.kind, first, verification)
