@@ -16,10 +16,13 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from epdecode.kernels.checks import check
 from epdecode.kernels.launch import early_launch, launch_options, power_of_two
 
-SLICES = 128
-"""Most programs that share the routes; each reads the counts of all the others."""
-STEP = 128
-"""Routes a program ranks at a time."""
+MOST = 128
+"""Most programs that share the routes, and most routes a program ranks at a time."""
+
+
+def _split(num_experts: int) -> int:
+    """Programs, and routes at a time: a table of either by experts must fit the registers."""
+    return MOST if num_experts <= 64 else MOST // 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +150,8 @@ def empty_places(
     received: int, top_k: int, num_experts: int, num_rows: int, device: torch.device | str
 ) -> Places:
     """Buffers for ``received`` rows of ``top_k`` routes that become at most ``num_rows``."""
-    slices = max(1, min(SLICES, -(-received * top_k // STEP)))
+    split = _split(num_experts)
+    slices = max(1, min(split, -(-received * top_k // split)))
 
     def ints(*shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=torch.int32, device=device)
@@ -169,19 +173,19 @@ def place_routes(topk_ids: torch.Tensor, alignment: int, out: Places) -> Places:
     _check(topk_ids, alignment, out)
     routes, slices = topk_ids.numel(), out.scratch.shape[0]
     num_experts = out.counts.numel()
-    per_slice = max(1, -(-routes // (slices * STEP))) * STEP
+    step = _split(num_experts)
+    per_slice = max(1, -(-routes // (slices * step))) * step
     experts = power_of_two(num_experts)
-    warps = 4 if experts <= 64 else 8
     _count_kernel[(slices,)](
         topk_ids,
         out.scratch,
         routes,
         num_experts,
         per_slice,
-        STEP=STEP,
+        STEP=step,
         EXPERTS=experts,
         PDL=early_launch(topk_ids.device),
-        num_warps=warps,
+        num_warps=4,
         **launch_options(topk_ids.device),
     )
     _place_kernel[(slices,)](
@@ -196,12 +200,12 @@ def place_routes(topk_ids: torch.Tensor, alignment: int, out: Places) -> Places:
         per_slice,
         out.labels.numel(),
         topk_ids.shape[1],
-        STEP=STEP,
+        STEP=step,
         EXPERTS=experts,
         SLICES=power_of_two(slices),
         ALIGNMENT=alignment,
         PDL=early_launch(topk_ids.device),
-        num_warps=warps,
+        num_warps=4,
         **launch_options(topk_ids.device),
     )
     return out
