@@ -69,12 +69,21 @@ def _row_scales(scales, group, rows, valid, stride_m, stride_g, UE8M0: tl.conste
 
 
 @triton.jit
+def _dot_bfloat16(weights, rows, acc, WIDEN: tl.constexpr):
+    """acc + weights x rows. The interpreter multiplies bfloat16 as integers: WIDEN there."""
+    if WIDEN:
+        return tl.dot(weights.to(tl.float32), rows.to(tl.float32), acc)
+    else:  # noqa: RET505, the compiler must not see both returns
+        return tl.dot(weights, rows, acc)
+
+
+@triton.jit
 def _gate_up_kernel(
     x, w, x_scales, w_scales, counts, act, act_scales,
     x_stride_e, x_stride_m, x_stride_g, a_stride_e, a_stride_m, a_stride_g,
     E: tl.constexpr, EXPERTS: tl.constexpr, M: tl.constexpr, H: tl.constexpr, SIZE: tl.constexpr,
     TOKENS: tl.constexpr, STEP: tl.constexpr, FP8: tl.constexpr, UE8M0: tl.constexpr,
-    STAGES: tl.constexpr,
+    STAGES: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     COLUMNS: tl.constexpr = SIZE // 128
     ends = tile_ends(counts, E, EXPERTS, COLUMNS, TOKENS)
@@ -100,8 +109,8 @@ def _gate_up_kernel(
                 gate += tl.dot(gate_w, rows) * (scale * tl.load(gate_scales + step))[None]
                 up += tl.dot(up_w, rows) * (scale * tl.load(up_scales + step))[None]
             else:
-                gate = tl.dot(gate_w, rows, gate)
-                up = tl.dot(up_w, rows, up)
+                gate = _dot_bfloat16(gate_w, rows, gate, WIDEN)
+                up = _dot_bfloat16(up_w, rows, up, WIDEN)
         values = silu_mul(gate, up)
         if FP8:
             scale, factor = group_scale(tl.max(tl.abs(values), 0), UE8M0)
@@ -122,7 +131,7 @@ def _down_kernel(
     x, w, x_scales, w_scales, counts, out, x_stride_e, x_stride_m, x_stride_g,
     E: tl.constexpr, EXPERTS: tl.constexpr, M: tl.constexpr, H: tl.constexpr, SIZE: tl.constexpr,
     ROWS: tl.constexpr, TOKENS: tl.constexpr, STEP: tl.constexpr, FP8: tl.constexpr,
-    STAGES: tl.constexpr,
+    STAGES: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     COLUMNS: tl.constexpr = H // ROWS
     ends = tile_ends(counts, E, EXPERTS, COLUMNS, TOKENS)
@@ -144,7 +153,7 @@ def _down_kernel(
                 scale = _row_scales(scales, step, tokens, valid, x_stride_m, x_stride_g, False)
                 acc += tl.dot(weights, rows) * (scale * tl.load(block_scales + step))[None]
             else:
-                acc = tl.dot(weights, rows, acc)
+                acc = _dot_bfloat16(weights, rows, acc, WIDEN)
         place = (expert.to(tl.int64) * M + tokens)[:, None] * H
         place += column * ROWS + tl.arange(0, ROWS)[None]
         tl.store(out + place, acc.to(out.dtype.element_ty).T, mask=valid[:, None])
@@ -182,7 +191,7 @@ def gate_up_swiglu(x: Rows, gate_up: Rows, counts: torch.Tensor, act: Rows, tile
         *x_scales.stride(), *a_scales.stride(),
         E=experts, EXPERTS=power_of_two(experts), M=capacity, H=hidden, SIZE=a_data.shape[-1],
         TOKENS=tile.tokens, STEP=step, FP8=fp8, UE8M0=x_scales.dtype == torch.int32,
-        STAGES=tile.stages, num_warps=tile.warps,
+        STAGES=tile.stages, WIDEN=x_data.device.type != "cuda", num_warps=tile.warps,
     )  # fmt: skip
 
 
@@ -201,5 +210,5 @@ def down(act: Rows, weights: Rows, counts: torch.Tensor, out: torch.Tensor, tile
         a_scales, w_scales, counts, out, *a_scales.stride(),
         E=experts, EXPERTS=power_of_two(experts), M=capacity, H=out.shape[-1], SIZE=size,
         ROWS=tile.rows, TOKENS=tile.tokens, STEP=step, FP8=fp8, STAGES=tile.stages,
-        num_warps=tile.warps,
+        WIDEN=a_data.device.type != "cuda", num_warps=tile.warps,
     )  # fmt: skip

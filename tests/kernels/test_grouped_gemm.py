@@ -128,6 +128,6 @@ def test_quantize_rows(exact, counts, device):
         pair = [
             Fp8Rows(rows.data[expert, :count], rows.scales[expert, :count]) for rows in (got, want)
         ]
-        assert quantized_difference(*pair, exact) == ""
+        assert count == 0 or quantized_difference(*pair, exact) == ""
         assert (got.data.view(torch.uint8)[expert, count:] == 0x7F).all()
         assert got.scales[expert, count:].isnan().all()
