@@ -10,7 +10,6 @@ import torch
 
 from epdecode.align import Align, build_align
 from epdecode.batch import Mark, Route, no_mark
-from epdecode.checkpoint import Checkpoint
 from epdecode.clock import Clock, build_clock
 from epdecode.config import Config
 from epdecode.experts import Experts, build_experts
@@ -21,7 +20,9 @@ from epdecode.layer import NORM_EPS, MoELayer
 from epdecode.ledger import Ledger
 from epdecode.plan import Plan
 from epdecode.router import ForcedRouter, GateRouter, Router, rule_of
+from epdecode.routing_load import Recorded
 from epdecode.shared import SharedExpert, shared_maker
+from epdecode.sources import NO_SOURCES, Sources
 from epdecode.transport import Transport, build_transport
 from epdecode.transport.placed import place
 from epdecode.weight_source import Loading, load_weights
@@ -46,6 +47,8 @@ class Runtime:
     """Bytes of device memory each part took when it was built."""
     loading: Loading
     """What bringing the weights in took."""
+    recorded: Recorded
+    """Routes from files, for make_batches."""
 
     def moe(self, layer: int, x: torch.Tensor, given: Route) -> torch.Tensor:
         """One layer's experts on the caller's rows: x bfloat16 [T, H] -> bfloat16 [T, H].
@@ -76,23 +79,23 @@ class Runtime:
         self.transport.close()
 
 
-def build(
-    config: Config, plan: Plan, world: World, checkpoint: Checkpoint | None = None
-) -> Runtime:
+def build(config: Config, plan: Plan, world: World, sources: Sources = NO_SOURCES) -> Runtime:
     """Buffer first (the largest), then weights, then workspaces.
 
-    checkpoint: what weights.source = checkpoint reads, opened and checked (session.prepare).
+    sources: the files that the config names, opened and checked (session.prepare).
     """
     ledger = Ledger(world.device, alone=plan.ranks_per_gpu == 1)
     transport = build_transport(plan, world)
     ledger.note("packing")
     ledger.note_outside("transport_buffer")
-    weights, loading = load_weights(config, plan, world, checkpoint)
+    weights, loading = load_weights(config, plan, world, sources.checkpoint)
     ledger.note("weights")
     inputs = _inputs(config, plan, world.device)
     experts = build_experts(plan, world.device)
     shared = shared_maker(config, plan, world.device)
-    make = _LayerMaker(config, plan, inputs, partial(place, transport, plan, world), experts, shared)
+    make = _LayerMaker(
+        config, plan, inputs, partial(place, transport, plan, world), experts, shared
+    )
     layers = tuple(make(index, one) for index, one in enumerate(weights))
     ledger.note("workspaces")
     return Runtime(
@@ -107,6 +110,7 @@ def build(
         clock=build_clock(world.device),
         memory=ledger.taken,
         loading=loading,
+        recorded=sources.recorded,
     )
 
 

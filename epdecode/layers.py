@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from epdecode.errors import ConfigError
 from epdecode.models import ModelShape
 
 
@@ -44,3 +45,23 @@ def layer_problems(layers: int | tuple[int, ...], model: ModelShape) -> list[str
     if numbers != tuple(range(numbers[0], numbers[-1] + 1)):
         known = ", ".join(map(str, numbers))
     return [f"layers: got {absent[0]}; accepted: MoE layers of {model.name}, {known}"]
+
+
+def recorded_rows(
+    num_rows: int, layers: tuple[LoopLayer, ...], model: ModelShape, source: str
+) -> tuple[int, ...]:
+    """Which row of a recording each layer of the loop has.
+
+    A recording has a row per MoE layer of the model, per layer of the loop, or per layer of the
+    model with the dense ones. Raises ConfigError for any other number of rows.
+    """
+    if num_rows == model.num_moe_layers:
+        return tuple(layer.ordinal for layer in layers)
+    if num_rows == len(layers):
+        return tuple(range(num_rows))
+    if num_rows > moe_numbers(model)[-1]:
+        return tuple(layer.number for layer in layers)
+    raise ConfigError(
+        f"{source}: {num_rows} layers; accepted: {model.num_moe_layers}, the MoE layers of "
+        f"{model.name}, or {len(layers)}, those of the loop"
+    )

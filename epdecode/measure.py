@@ -7,7 +7,9 @@ from epdecode.config import Config
 from epdecode.inputs import make_batches
 from epdecode.loop import timed_steps
 from epdecode.outcome import Measured
+from epdecode.routing_record import TRACE, record_routes
 from epdecode.samples import SampleWriter
+from epdecode.save import RunFolder
 from epdecode.verify import verify_step
 from epdecode.warmup import compile_all, warm_up
 from epdecode.watch import Watch
@@ -16,10 +18,12 @@ VERIFIED = 4
 """Batches whose every layer and row is compared with the plain path."""
 
 
-def measure(config: Config, runtime: Runtime, samples: SampleWriter, watch: Watch) -> Measured:
+def measure(
+    config: Config, runtime: Runtime, samples: SampleWriter, watch: Watch, folder: RunFolder
+) -> Measured:
     """What this rank brings home; without stages and verification when a signal ended the steps."""
     run, world = config.run, runtime.world
-    batches = make_batches(config, runtime.plan, world)
+    batches = make_batches(config, runtime.plan, world, runtime.recorded)
     watch.phase("warmup")
     compile_all(runtime)
     world.barrier()
@@ -34,4 +38,6 @@ def measure(config: Config, runtime: Runtime, samples: SampleWriter, watch: Watc
     verification = None
     if run.verify and not watch.stop:
         verification = verify_step(runtime, step, batches[:VERIFIED])
+    if run.record_routing and not watch.stop:
+        record_routes(runtime, step, batches, folder.path / TRACE)
     return Measured(timed, step.kind, first, verification)

@@ -8,13 +8,13 @@ from dataclasses import asdict, dataclass, replace
 import torch
 
 from epdecode.build import Runtime
+from epdecode.expert_load import Received, gather_load
 from epdecode.floors import Traffic, stage_floors, weight_floor_us
 from epdecode.loop import Timed
 from epdecode.padding import packed_rows_use
 from epdecode.plan import Plan, to_json
 from epdecode.provenance import loaded_versions, make_provenance
 from epdecode.result import (
-    ExpertLoad,
     Floor,
     MemoryUse,
     Method,
@@ -43,17 +43,6 @@ class Measured:
     verification: Verification | None
 
 
-@dataclass(frozen=True, slots=True)
-class _Load:
-    """Received rows, means over layers and steps."""
-
-    summary: ExpertLoad
-    busiest_rows: float
-    """Rows of the busiest rank."""
-    experts_hit: float
-    """Experts with a row on the rank that has most of them."""
-
-
 def blank_result(name: str, setup: Setup, world: World, started_utc: str) -> Result:
     """The document without figures: what a run that breaks is reported in. Collective."""
     return Result(
@@ -72,7 +61,7 @@ def make_result(blank: Result, setup: Setup, runtime: Runtime, measured: Measure
     """The document; the same on every rank. Collective."""
     plan, world = setup.plan, runtime.world
     timing = _timing(plan, world, measured.timed)
-    load = _load(world, measured.timed)
+    load = gather_load(plan, world, measured.timed.load)
     first = max(float(v) for v in world.gather(torch.tensor([measured.first_call_us]).double()))
     result = replace(
         blank,
@@ -134,32 +123,7 @@ def _timing(plan: Plan, world: World, timed: Timed) -> Timing:
     return build_timing(plain, plan.layers, stamped, stages)
 
 
-def _load(world: World, timed: Timed) -> _Load:
-    mine = torch.stack(timed.load).double()
-    ranks = torch.stack(world.gather(mine))
-    by_expert = ranks.transpose(0, 1).flatten(1)
-    by_rank = ranks.sum(2).T
-    mean = float(by_expert.mean())
-    return _Load(
-        summary=ExpertLoad(
-            max=float(by_expert.amax(1).mean()),
-            mean=mean,
-            imbalance=_ratio(by_expert),
-            rank_imbalance=_ratio(by_rank),
-        ),
-        busiest_rows=float(by_rank.amax(1).mean()),
-        experts_hit=float((ranks > 0).sum(2).amax(0).double().mean()),
-    )
-
-
-def _ratio(loads: torch.Tensor) -> float:
-    """Mean over steps of max / mean; 1 where a step had no rows at all."""
-    means = loads.mean(1)
-    ratios = torch.where(means > 0, loads.amax(1) / means, torch.ones_like(means))
-    return float(ratios.mean())
-
-
-def _floors(plan: Plan, timed: Timed, load: _Load, timing: Timing) -> dict[str, Floor]:
+def _floors(plan: Plan, timed: Timed, load: Received, timing: Timing) -> dict[str, Floor]:
     if plan.device is None:
         return {}
     made = stage_floors(
@@ -188,7 +152,7 @@ def _floors(plan: Plan, timed: Timed, load: _Load, timing: Timing) -> dict[str, 
     return floors
 
 
-def _layer_floor(plan: Plan, load: _Load, timing: Timing) -> Floor | None:
+def _layer_floor(plan: Plan, load: Received, timing: Timing) -> Floor | None:
     """The routed layer's floor: weights of the experts hit, streamed once."""
     floor = weight_floor_us(plan.model, load.experts_hit, plan.device)
     if floor is None or plan.device is None:

@@ -6,6 +6,7 @@ any process group or allocation, and every broken rule is reported at once.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -26,12 +27,14 @@ from epdecode.layers import LoopLayer, layer_problems, loop_layers
 from epdecode.models import ModelShape
 from epdecode.plan_experts import ExpertsPlan, choose_experts, experts_problems
 from epdecode.plan_model import effective_model, model_choices, model_problems
+from epdecode.plan_placement import PlacementPlan, placement_problems, plan_placement
 from epdecode.plan_transport import (
     TransportPlan,
     layout_of,
     plan_transport,
     transport_problems,
 )
+from epdecode.routing_load import NOTHING, Recorded
 from epdecode.workspaces import workspace_bytes
 
 
@@ -50,6 +53,7 @@ class Plan:
     world_size: int
     ranks_per_gpu: int
     num_experts: int
+    """Physical experts: the model's and their replicas; model.num_experts counts the model's."""
     num_local_experts: int
     max_tokens: int
     """Rows one rank may dispatch in a step."""
@@ -59,6 +63,7 @@ class Plan:
     tokens_per_rank: int
     transport: TransportPlan
     experts: ExpertsPlan
+    placement: PlacementPlan
     graph_enabled: bool
     device: Device | None
     memory: dict[str, int]
@@ -81,24 +86,32 @@ class Plan:
         """Ranks share a GPU: times then mean nothing."""
         return self.ranks_per_gpu > 1
 
-    def local_experts(self, rank: int) -> range:
-        """Global ids of a rank's experts: a contiguous block."""
-        return range(rank * self.num_local_experts, (rank + 1) * self.num_local_experts)
+    def local_experts(self, rank: int, layer: int = 0) -> Sequence[int]:
+        """Logical ids of a rank's experts in a layer of the loop, in the order of its slots."""
+        return self.placement.local(layer, rank, self.num_local_experts)
+
+    def first_experts(self, rank: int, layer: int) -> list[tuple[int, int]]:
+        """(local slot, logical id) of a rank's experts without replicas held elsewhere before it:
+        over all ranks every expert once."""
+        return self.placement.first_local(layer, rank, self.num_local_experts)
 
 
-def make_plan(
+def make_plan(  # noqa: PLR0913 - each one is a fact of the machine or of a file
     config: Config,
     model: ModelShape,
     world_size: int,
     *,
     found: Device | None = None,
     ranks_per_gpu: int = 1,
+    ranks_per_node: int | None = None,
     qp_depth_set: int | None = None,
+    recorded: Recorded = NOTHING,
 ) -> Plan:
     """The plan, or one ConfigError that lists every rule the config breaks.
 
-    found: the GPU at hand; ranks_per_gpu: ranks that share one; qp_depth_set: NVSHMEM_QP_DEPTH
-    where the environment sets it.
+    found: the GPU at hand; ranks_per_gpu: ranks that share one; ranks_per_node: None = one node;
+    qp_depth_set: NVSHMEM_QP_DEPTH where the environment sets it; recorded: the files the config
+    names (read_recorded), without which recorded load counts as even.
     """
     device = resolve_device(config.hardware, found)
     if config.transport.name == "torch_a2a" and found is None:
@@ -113,7 +126,7 @@ def make_plan(
         hidden=shape.hidden,
         expert_size=shape.expert_size,
         top_k=shape.top_k,
-        num_experts=shape.num_experts,
+        num_experts=shape.num_experts + config.experts.redundant,
         ep=world_size,
         max_tokens=config.transport.max_tokens_per_rank,
         num_sms=device.num_sms if device else 132,
@@ -125,7 +138,10 @@ def make_plan(
     problems += experts_problems(experts, layout_of(config), world_size, request.max_tokens, device)
     if problems:
         raise ConfigError(_report(problems))
-    plan = _assemble(config, shape, request, device, ranks_per_gpu)
+    nodes = -(-world_size // (ranks_per_node or world_size))
+    layers = loop_layers(config.layers, model)
+    placement = plan_placement(config, shape, layers, world_size, nodes, recorded)
+    plan = _assemble(config, shape, request, device, ranks_per_gpu, placement)
     plan = replace(
         plan,
         plain_expert_size=model.expert_size,
@@ -142,6 +158,7 @@ def _assemble(
     request: limits.Request,
     device: Device | None,
     ranks_per_gpu: int,
+    placement: PlacementPlan,
 ) -> Plan:
     experts, chosen = choose_experts(config, device)
     transport, chosen_too = plan_transport(config, request, experts.name)
@@ -166,6 +183,7 @@ def _assemble(
         tokens_per_rank=tokens,
         transport=transport,
         experts=experts,
+        placement=placement,
         graph_enabled=config.graph.enabled,
         device=device,
         memory=memory.of_rank(config, model, request, transport, experts.workspace_bytes),
@@ -191,6 +209,8 @@ def _structure_problems(config: Config, model: ModelShape, world_size: int) -> l
         )
     problems += model_problems(config, model, world_size)
     problems += layer_problems(config.layers, model)
+    experts = effective_model(config, model, world_size).num_experts
+    problems += placement_problems(config, experts, world_size)
     problems += [str(breach) for breach in config_rules(config)]
     problems += transport_problems(config, world_size)
     return problems

@@ -154,7 +154,7 @@ class Floor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertLoad:
-    """Rows per expert and step."""
+    """Rows per (logical) expert and step."""
 
     max: float
     mean: float

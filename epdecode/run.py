@@ -83,9 +83,9 @@ def _job(args: argparse.Namespace, setup: Setup, store: Store, watch: Watch) -> 
     watch.keep(samples.flush)
     watch.phase("load")
     with explained("loading", setup.plan, setup.device):
-        runtime = build(setup.config, setup.plan, ranks, setup.checkpoint)
+        runtime = build(setup.config, setup.plan, ranks, setup.sources)
     with explained("compiling, capturing or stepping", setup.plan, setup.device):
-        measured = measure(setup.config, runtime, samples, watch)
+        measured = measure(setup.config, runtime, samples, watch, folder)
     samples.close()
     if stop := watch.stop:
         ranks.barrier()

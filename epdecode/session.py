@@ -15,9 +15,8 @@ from torch._C._distributed_c10d import Store
 from epdecode import experts, transport
 from epdecode import world as worlds
 from epdecode.build import Runtime, build
-from epdecode.checkpoint import Checkpoint, check_layers
 from epdecode.config import Config
-from epdecode.config_load import digest, find_checkpoint, load_config, load_model
+from epdecode.config_load import digest, load_config, load_model
 from epdecode.errors import EnvironmentFault
 from epdecode.hardware import Device, match_device
 from epdecode.jit_cache import use_cache
@@ -25,6 +24,8 @@ from epdecode.launch_env import Launch, read_launch
 from epdecode.models import ModelShape
 from epdecode.plan import Plan, make_plan, to_json
 from epdecode.provenance import loaded_versions
+from epdecode.routing_load import read_recorded
+from epdecode.sources import Sources, open_sources
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +38,8 @@ class Setup:
     launch: Launch
     device: torch.device
     plan: Plan
-    checkpoint: Checkpoint | None
-    """What the weights are read from, checked; None = seeded."""
+    sources: Sources
+    """The checkpoint and the recordings that the config names."""
 
 
 def prepare(config_path: str | Path | None, overrides: Sequence[str] = ()) -> Setup:
@@ -55,23 +56,23 @@ def prepare(config_path: str | Path | None, overrides: Sequence[str] = ()) -> Se
             f"transport.name: {config.transport.name} needs a CUDA GPU and torch "
             f"{torch.__version__} sees none; configs/cpu-tiny.yaml runs without one"
         )
+    recorded = read_recorded(config, config_path)
     plan = make_plan(
         config,
         model,
         launch.world_size,
         found=_found_device(device),
         ranks_per_gpu=_ranks_per_gpu(launch, device),
+        ranks_per_node=launch.local_world_size,
+        recorded=recorded,
         qp_depth_set=_qp_depth(os.environ),
     )
     if device.type == "cuda":
         use_cache(_compiled_for(device), os.environ)
     transport.load_transport(plan)
     experts.load_experts(plan)
-    checkpoint = None
-    if config.weights.source == "checkpoint":
-        checkpoint = Checkpoint(find_checkpoint(config, config_path))
-        check_layers(checkpoint, model, [layer.number for layer in plan.loop_layers])
-    return Setup(config, model, digest(config, model), launch, device, plan, checkpoint)
+    sources = open_sources(config, model, plan, recorded, config_path)
+    return Setup(config, model, digest(config, model), launch, device, plan, sources)
 
 
 def meet(setup: Setup) -> Store:
@@ -79,7 +80,13 @@ def meet(setup: Setup) -> Store:
     timeout = setup.config.limits.join_s
     store = worlds.open_store(setup.launch, timeout)
     facts = {
-        "config": flatten({"digest": setup.digest, "plan": _comparable(setup.plan)}),
+        "config": flatten(
+            {
+                "digest": setup.digest,
+                "plan": _comparable(setup.plan),
+                "recorded_routing": setup.sources.digest,
+            }
+        ),
         "versions": {name: version or "absent" for name, version in loaded_versions().items()},
     }
     worlds.agree(store, setup.launch, facts, timeout)
@@ -99,7 +106,7 @@ def open_runtime(
     setup = prepare(config_path, overrides)
     world = join(setup, meet(setup))
     try:
-        runtime = build(setup.config, setup.plan, world, setup.checkpoint)
+        runtime = build(setup.config, setup.plan, world, setup.sources)
         try:
             yield runtime
         finally:

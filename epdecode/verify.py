@@ -63,9 +63,18 @@ def row_errors(out: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
 
 
 def reference_layer(
-    normed: torch.Tensor, route: Route, weights: LayerWeights, plan: Plan, world: World
+    normed: torch.Tensor,
+    route: Route,
+    weights: LayerWeights,
+    held: Sequence[tuple[int, int]],
+    plan: Plan,
+    world: World,
 ) -> torch.Tensor:
-    """bfloat16 [T, H] that the layer must add to its input. Collective; T the same on all ranks."""
+    """bfloat16 [T, H] that the layer must add to its input. Collective; T the same on all ranks.
+
+    held: (local slot, logical expert) that this rank computes (Plan.first_experts): an expert with
+    replicas once, so that the rows a replica computed are compared with another's weights.
+    """
     scale_format = plan.experts.scale_format
     weights_fp8 = plan.model.weight_format == "fp8_block128"
     act_format = scale_format if weights_fp8 else None
@@ -75,7 +84,7 @@ def reference_layer(
     all_weights = _gather_rows(route.topk_weights, world)
     rows = as_fp8_input(all_rows.float(), scale_format if fp8_input else None)
     total = torch.zeros(rows.shape, dtype=torch.float32, device=normed.device)
-    for local, expert in enumerate(plan.local_experts(world.rank)):
+    for local, expert in held:
         token, slot = torch.nonzero(all_ids == expert, as_tuple=True)
         if token.numel():
             done = _run(rows[token], weights.experts, local, act_format)
@@ -119,11 +128,12 @@ def check_step(
     [layers * tokens], each row's error: the larger of its norm's and of its expert output's.
     """
     errors = []
-    for trace, layer in zip(traces, weights, strict=True):
+    for index, (trace, layer) in enumerate(zip(traces, weights, strict=True)):
         normed = torch.empty_like(trace.hidden)
         rms_norm_ref(trace.hidden, layer.norm, NORM_EPS, normed)
         normed_error = row_errors(trace.normed[:tokens], normed[:tokens])
-        expected = reference_layer(trace.normed, trace.route, layer, plan, world)
+        held = plan.first_experts(world.rank, index)
+        expected = reference_layer(trace.normed, trace.route, layer, held, plan, world)
         out_error = row_errors(trace.out[:tokens], expected[:tokens])
         errors.append(torch.maximum(normed_error, out_error))
     return torch.cat(errors).cpu()

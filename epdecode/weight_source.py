@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -53,12 +53,14 @@ def load_weights(
 def _loaded(
     plan: Plan,
     world: World,
-    read: Callable[[int, range], LayerWeights],
+    read: Callable[[int, Sequence[int]], LayerWeights],
     start: float,
     count: _Count,
 ) -> tuple[tuple[LayerWeights, ...], Loading]:
-    local = plan.local_experts(world.rank)
-    layers = tuple(read(layer.number, local) for layer in plan.loop_layers)
+    layers = tuple(
+        read(layer.number, plan.local_experts(world.rank, index))
+        for index, layer in enumerate(plan.loop_layers)
+    )
     if world.device.type == "cuda":
         torch.cuda.synchronize(world.device)
     return layers, Loading(count.bytes, time.perf_counter() - start)

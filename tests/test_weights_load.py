@@ -18,6 +18,7 @@ from epdecode.inputs import make_batches
 from epdecode.models import ModelShape
 from epdecode.mxfp4 import dequantize_mxfp4
 from epdecode.plan import make_plan
+from epdecode.sources import Sources
 from epdecode.verify import verify_step
 from epdecode.weights import LayerWeights, SeededWeights
 from epdecode.weights_load import CheckpointWeights
@@ -82,7 +83,7 @@ def two_ranks(world: World, folder: str) -> tuple[list[float], list[float], floa
     config = small_config("weights.source=checkpoint", "layers=[3]")
     plan = make_plan(config, checkpoint.shape, world.size)
     check_layers(checkpoint, checkpoint.shape, [3])
-    runtime = build(config, plan, world, checkpoint)
+    runtime = build(config, plan, world, Sources(checkpoint))
     experts, shared = runtime.weights[0].experts, runtime.weights[0].shared
     assert shared is not None
     gate_up, down = plain_weights(experts.gate_up), plain_weights(experts.down)
@@ -168,7 +169,7 @@ def verified(world: World, folder: str, overrides: list[str]) -> tuple[bool, int
     config = small_config("weights.source=checkpoint", "batch.vary=false", *overrides)
     plan = make_plan(config, checkpoint.shape, world.size)
     check_layers(checkpoint, checkpoint.shape, [layer.number for layer in plan.loop_layers])
-    runtime = build(config, plan, world, checkpoint)
+    runtime = build(config, plan, world, Sources(checkpoint))
     result = verify_step(runtime, runtime.step(), make_batches(config, plan, world)[:2])
     runtime.close()
     return result.passed, result.rows
