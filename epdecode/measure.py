@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from epdecode.build import Runtime
-from epdecode.config import Config
 from epdecode.inputs import make_batches
+from epdecode.jit_cache import compile_on_one_rank_first
 from epdecode.loop import timed_steps
 from epdecode.outcome import Measured
 from epdecode.routing_record import TRACE, record_routes
 from epdecode.samples import SampleWriter
 from epdecode.save import RunFolder
+from epdecode.session import Setup
 from epdecode.verify import verify_step
 from epdecode.warmup import compile_all, warm_up
 from epdecode.watch import Watch
@@ -41,3 +44,13 @@ def measure(
     if run.record_routing and not watch.stop:
         record_routes(runtime, step, batches, folder.path / TRACE)
     return Measured(timed, step.kind, first, verification)
+
+
+def _compile(setup: Setup, runtime: Runtime) -> None:
+    """One rank of each node fills the cache of compiled kernels, the others find them there."""
+    compile_here = partial(compile_all, runtime)
+    if setup.cache is None:
+        compile_here()
+    else:
+        key = f"{setup.digest[:16]}-{runtime.world.size}"
+        compile_on_one_rank_first(setup.cache, key, compile_here)

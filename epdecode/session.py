@@ -67,8 +67,8 @@ def prepare(config_path: str | Path | None, overrides: Sequence[str] = ()) -> Se
         recorded=recorded,
         qp_depth_set=_qp_depth(os.environ),
     )
-    if device.type == "cuda":
-        use_cache(_compiled_for(device), os.environ)
+    on_gpu = device.type == "cuda"
+    cache = use_cache(_compiled_for(device), os.environ) if on_gpu else None
     transport.load_transport(plan)
     experts.load_experts(plan)
     sources = open_sources(config, model, plan, recorded, config_path)

@@ -99,4 +99,9 @@ def quantized_difference(got: Fp8Rows, want: Fp8Rows, exact: bool) -> str:
 
 
 def _same_bytes(got: torch.Tensor, want: torch.Tensor) -> bool:
-    return torch.equal(got.contiguous().view(torch.uint8), want.contiguous().view(torch.uint8))
+    return torch.equal(_dense(got).view(torch.uint8), _dense(want).view(torch.uint8))
+
+
+def _dense(values: torch.Tensor) -> torch.Tensor:
+    """A copy in row-major order: ``contiguous`` keeps odd strides of dimensions of size one."""
+    return values.clone(memory_format=torch.contiguous_format)
