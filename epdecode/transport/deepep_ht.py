@@ -35,7 +35,13 @@ class DeepEPHighThroughput:
         self._dispatch_config = deep_ep.Buffer.get_dispatch_config(world.size)
         self._combine_config = deep_ep.Buffer.get_combine_config(world.size)
         self.nvl_bytes, self.rdma_bytes = self._hints(world.size)
-        log.info("deepep_ht buffers: NVLink %d, RDMA %d bytes", self.nvl_bytes, self.rdma_bytes)
+        log.info(
+            "deepep_ht buffers: NVLink %d, RDMA %d bytes; planned %d and %d",
+            self.nvl_bytes,
+            self.rdma_bytes,
+            plan.transport.nvl_bytes,
+            plan.transport.rdma_bytes,
+        )
         self._buffer = deep_ep.Buffer(
             world.group,
             num_nvl_bytes=self.nvl_bytes,
@@ -44,6 +50,7 @@ class DeepEPHighThroughput:
             explicitly_destroy=True,
         )
         self._packer = Packer(plan, world.device)
+        self._nowhere = _one_row(plan, world.device)
         self._worst_case = plan.transport.received_rows if plan.transport.worst_case_rows else 0
 
     def _hints(self, ranks: int) -> tuple[int, int]:
@@ -58,6 +65,7 @@ class DeepEPHighThroughput:
     def dispatch(self, x: torch.Tensor, route: Route) -> Pending[Batch]:
         """See Transport.dispatch. ``wait`` orders the stream after the exchange, then packs."""
         check_dispatch(x, route, self._plan)
+        route = self._with_pointers(route)
         per_rank, per_node, per_expert, in_rank, _ = self._buffer.get_dispatch_layout(
             route.topk_ids, self._plan.num_experts, async_finish=True
         )
@@ -80,6 +88,16 @@ class DeepEPHighThroughput:
             return self._packer.pack(rows, x.shape[0], back)
 
         return Pending(finish)
+
+    def _with_pointers(self, route: Route) -> Route:
+        """A route without tokens, as slices of real memory.
+
+        The kernel traps when only one of ids and weights has a null pointer, which is what a fresh
+        empty tensor has and an empty slice has not.
+        """
+        if route.topk_ids.shape[0]:
+            return route
+        return Route(self._nowhere.topk_ids[:0], self._nowhere.topk_weights[:0])
 
     def combine(self, rows: torch.Tensor, batch: Batch, route: Route) -> Pending[torch.Tensor]:
         """See Transport.combine."""
@@ -105,6 +123,12 @@ class DeepEPHighThroughput:
     def close(self) -> None:
         """Collective: every rank releases its buffer before the group is left."""
         self._buffer.destroy()
+
+
+def _one_row(plan: Plan, device: torch.device) -> Route:
+    shape = (1, plan.model.top_k)
+    ids = torch.full(shape, -1, dtype=torch.int64, device=device)
+    return Route(ids, torch.zeros(shape, dtype=torch.float32, device=device))
 
 
 def _check_nodes(world: World) -> None:

@@ -239,6 +239,9 @@ class Buffer:
         require(x.dim() == 2 and x.is_contiguous(), "x.dim() == 2 and x.is_contiguous()")
         require(topk_weights.dtype == torch.float32, "router weights are float32")
         require(x.shape[0] == topk_idx.shape[0] == topk_weights.shape[0], "a route per token")
+        # The real kernel compares pointers: an empty slice has one, a fresh empty tensor has none.
+        pointers = [part.untyped_storage().data_ptr() for part in (topk_idx, topk_weights)]
+        require((pointers[0] == 0) == (pointers[1] == 0), "(topk_idx == nullptr) == (topk_weights")
         if len(parts) == 2:
             require(x.dtype == torch.float8_e4m3fn, "x.element_size() == 1")
             require(parts[1].dtype in (torch.float32, torch.int32), "scales float32 or int32")

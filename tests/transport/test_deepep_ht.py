@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from epdecode.batch import Route
 from epdecode.build import build
 from epdecode.graphs import fill
 from epdecode.inputs import make_batches
@@ -118,6 +119,24 @@ def early_reader(world: World, plan: Plan) -> bool:
 
 def test_results_are_waited_for() -> None:
     assert run_ranks(2, early_reader, packed_plan("deepep_ht", 2)) == [True, True]
+
+
+def without_tokens(world: World, plan: Plan) -> tuple[int, ...]:
+    """Ids that are an empty slice of real memory, weights that have none."""
+    deep_ep_ht.install()
+    transport = build_transport(plan, world)
+    x, route = inputs(plan, [2, 2], 0)[world.rank]
+    none = Route(route.topk_ids[:0], torch.zeros(0, plan.model.top_k))
+    batch = transport.dispatch(x[:0], none).wait()
+    rows = torch.zeros(plan.transport.packed_rows, plan.model.hidden, dtype=torch.bfloat16)
+    out = transport.combine(rows, batch, none).wait()
+    transport.close()
+    return tuple(out.shape)
+
+
+def test_an_empty_batch_of_any_make_is_dispatched() -> None:
+    plan = packed_plan("deepep_ht", 2)
+    assert run_ranks(2, without_tokens, plan) == [(0, plan.model.hidden)] * 2
 
 
 def two_nodes(world: World, plan: Plan) -> None:
