@@ -100,13 +100,14 @@ class Beats(threading.Thread):
         self._count = 0
         self._poked = threading.Event()
         self._closing = False
+        self._broken = False
         self._tasks: list[Callable[[], None]] = []
 
     def run(self) -> None:
         """Rounds until closed."""
         with self._noting_errors():
             self._store.set(_key("who", self._rank), json.dumps(astuple(self._identity)))
-        while True:
+        while not self._broken:
             closing = self._closing
             with self._noting_errors():
                 self._round()
@@ -215,6 +216,8 @@ class Beats(threading.Thread):
             yield
         except (RuntimeError, OSError, ValueError) as error:
             self.error = error
+            # A client does not connect again, and torch logs a stack for every further call.
+            self._broken = type(error).__name__ == "DistNetworkError"
         else:
             self.answered_at, self.error = time.monotonic(), None
 

@@ -142,10 +142,12 @@ class Judge(threading.Thread):
         return sorted([me, *others], key=lambda one: one.rank)
 
     def _see(self, rank: int, now: float) -> Seen:
+        """Nobody is silent for as long as the store is: its silence does not count."""
         peer, heard = self.beats.peers.get(rank), self.beats.heard.get(rank)
         if peer is None or heard is None:
             return Seen(rank=rank, beat_at=self._began, moved_at=self._began)
-        state, beat_at = peer.state(), heard.beat_at
+        unheard = now - self.beats.answered_at
+        state, beat_at = peer.state(), min(now, heard.beat_at + unheard)
         if state == "gone" and not self._confirmed_gone(rank, now):
             state, beat_at = "running", now
         return Seen(
@@ -162,7 +164,8 @@ class Judge(threading.Thread):
         """Its last words, if there were any, have been heard."""
         since = self._gone_at.setdefault(rank, now)
         self.beats.poke()
-        return self.beats.round_started > since or now - since > CONFIRM_S
+        heard = self.beats.round_started > since or self.beats.error is not None
+        return heard or now - since > CONFIRM_S
 
     def _launcher_gone(self) -> Cause | None:
         if self._launcher is None or os.getppid() == self._launcher:
@@ -177,11 +180,14 @@ class Judge(threading.Thread):
         silent = now - self.beats.answered_at
         if silent < self.limits.stale_s:
             return None
-        rank = self.seat.store_rank
+        rank, kind = self.seat.store_rank, "store_lost"
         owner = "the launcher" if rank is None else f"rank {rank}"
+        if rank is not None:
+            peer = self.beats.peers.get(rank)
+            kind = "stopped" if peer and peer.state() == "stopped" else "silent"
         why = f": {self.beats.error}" if self.beats.error else ""
         return Cause(
-            kind="store_lost" if rank is None else "silent",
+            kind=kind,
             rank=rank,
             message=f"the store, which {owner} serves, has not answered for {silent:.1f} s{why}",
         )
