@@ -54,12 +54,17 @@ def _copy_kernel(
             scale = tl.load(
                 source_scales + row * scale_row_stride + word * scale_word_stride, mask=here
             )
+        # All places before the first store: the compiler cannot know that stores spare the map.
+        places = ()
         for slot in tl.static_range(K):
-            to = tl.load(row_map + row * K + slot).to(tl.int64)
+            place = tl.load(row_map + row * K + slot).to(tl.int64)
+            places = places + (place,)  # type: ignore[assignment]
+        for slot in tl.static_range(K):
+            to = places[slot]  # type: ignore[var-annotated]
             tl.store(target + to * SIZE + column, value, mask=(to >= 0) & (column < SIZE))
             if WORDS:
-                place = target_scales + to * to_row_stride + word * to_word_stride
-                tl.store(place, scale, mask=here & (to >= 0))
+                at = target_scales + to * to_row_stride + word * to_word_stride
+                tl.store(at, scale, mask=here & (to >= 0))
         item += tl.num_programs(0)
 
 

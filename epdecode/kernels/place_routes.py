@@ -87,6 +87,7 @@ def _place_kernel(
     per_slice,
     num_rows,
     top_k,
+    num_slices,
     STEP: tl.constexpr,
     EXPERTS: tl.constexpr,
     SLICES: tl.constexpr,
@@ -100,7 +101,7 @@ def _place_kernel(
     programs = tl.num_programs(0)
     expert = tl.arange(0, EXPERTS)
     slice = tl.arange(0, SLICES)
-    known = (slice < programs)[:, None] & (expert < num_experts)[None, :]
+    known = (slice < num_slices)[:, None] & (expert < num_experts)[None, :]
     slices = scratch + slice * (num_experts + 1)
     table = tl.load(slices[:, None] + expert[None, :], mask=known, other=0)
     count = tl.sum(table, 0)
@@ -135,7 +136,7 @@ def _place_kernel(
         row += programs * STEP
     if program == 0:
         tl.store(counts + expert, count, mask=expert < num_experts)
-        last = tl.load(slices + num_experts, mask=slice < programs, other=0)
+        last = tl.load(slices + num_experts, mask=slice < num_slices, other=0)
         tl.store(num_received, (tl.max(last, 0) + top_k - 1) // top_k)
 
 
@@ -188,7 +189,10 @@ def place_routes(topk_ids: torch.Tensor, alignment: int, out: Places) -> Places:
         num_warps=4,
         **launch_options(topk_ids.device),
     )
-    _place_kernel[(slices,)](
+    num_rows = out.labels.numel()
+    # Programs beyond the slices only write labels, of which there are more than routes.
+    programs = max(slices, min(MOST, -(-num_rows // step)))
+    _place_kernel[(programs,)](
         topk_ids,
         out.scratch,
         out.row_map,
@@ -198,8 +202,9 @@ def place_routes(topk_ids: torch.Tensor, alignment: int, out: Places) -> Places:
         routes,
         num_experts,
         per_slice,
-        out.labels.numel(),
+        num_rows,
         topk_ids.shape[1],
+        slices,
         STEP=step,
         EXPERTS=experts,
         SLICES=power_of_two(slices),

@@ -26,10 +26,11 @@ from epdecode.kernels.scale_store import store_scales
 from epdecode.kernels.valid_rows import LANES, expert_rows, find_groups, valid_rows_ref
 
 TILE = 16
-"""Groups a program takes at a time."""
-WARPS = 8
-PER_PROCESSOR = 4
-"""Programs per multiprocessor: bytes enough in flight, and few, as each costs about 1 ns."""
+"""Groups a program takes at a time: 2,048 values."""
+FEW_EXPERTS = (8, 6)
+"""Warps of a program, programs per multiprocessor, up to 64 experts (swept on an H200)."""
+MANY_EXPERTS = (4, 8)
+"""The same beyond: finding a row is then dearer, and every warp does it."""
 
 
 @triton.jit
@@ -132,7 +133,8 @@ def _run(
         return out
     scales = out.scales
     device = gate_up.device
-    _swiglu_quant_kernel[(persistent_programs(device, PER_PROCESSOR, items),)](
+    warps, per_processor = FEW_EXPERTS if counts.numel() <= 64 else MANY_EXPERTS
+    _swiglu_quant_kernel[(persistent_programs(device, per_processor, items),)](
         gate_up,
         counts,
         out.data,
@@ -150,7 +152,7 @@ def _run(
         UE8M0=scale_format == "ue8m0",
         RAW=device.type == "cuda",
         PDL=early_launch(device),
-        num_warps=WARPS,
+        num_warps=warps,
         **launch_options(device),
     )
     return out
