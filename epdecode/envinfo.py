@@ -44,6 +44,7 @@ SLURM = (
     "SLURM_JOB_NODELIST",
 )  # fmt: skip
 
+MODULES = ("torch", "triton", "deep_ep", "deep_gemm", "nvshmem.core")
 LIBRARIES = ("libnvshmem_host.so", "libnccl.so", "libcudart.so", "libc10.so", "libcuda.so")
 
 
@@ -142,11 +143,26 @@ print(open("/proc/self/maps").read())
 
 
 def _loaded() -> dict[str, str]:
-    """What an import gives, in a fresh process: module -> version or error, library -> file."""
-    modules = ("torch", "triton", "deep_ep", "deep_gemm", "nvshmem.core")
+    """Module -> version or error, library -> file: of this process where it is a run's."""
+    return _loaded_here() if "torch" in sys.modules else _loaded_elsewhere()
+
+
+def _loaded_here() -> dict[str, str]:
+    versions = {
+        name: str(getattr(sys.modules[name], "__version__", "no version"))
+        if name in sys.modules
+        else "not loaded"
+        for name in MODULES
+    }
+    maps = Path("/proc/self/maps")
+    return versions | loaded_libraries(maps.read_text() if maps.exists() else "")
+
+
+def _loaded_elsewhere() -> dict[str, str]:
+    """What an import gives, in a fresh process."""
     limit_s = LIMIT_S - MARGIN_S
     with subprocess.Popen(
-        [sys.executable, "-c", _LOAD, *modules],
+        [sys.executable, "-c", _LOAD, *MODULES],
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,
@@ -158,7 +174,7 @@ def _loaded() -> dict[str, str]:
         finally:
             timer.cancel()
     head, _, maps = output.partition("@maps\n")
-    found = dict.fromkeys(modules, "not found")
+    found = dict.fromkeys(MODULES, "not found")
     for line in head.splitlines():
         name, _, text = line[1:].partition(" ")
         if line.startswith("?"):
