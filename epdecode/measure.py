@@ -22,13 +22,13 @@ VERIFIED = 4
 
 
 def measure(
-    config: Config, runtime: Runtime, samples: SampleWriter, watch: Watch, folder: RunFolder
+    setup: Setup, runtime: Runtime, samples: SampleWriter, watch: Watch, folder: RunFolder
 ) -> Measured:
     """What this rank brings home; without stages and verification when a signal ended the steps."""
-    run, world = config.run, runtime.world
-    batches = make_batches(config, runtime.plan, world, runtime.recorded)
+    run, world = setup.config.run, runtime.world
+    batches = make_batches(setup.config, runtime.plan, world, runtime.recorded)
     watch.phase("warmup")
-    compile_all(runtime)
+    _compile(setup, runtime)
     world.barrier()
     first = warm_up(runtime, runtime.eager(), batches, max(1, run.warmup_steps // 2))
     step = runtime.step(watch.mark)

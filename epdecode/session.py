@@ -38,6 +38,8 @@ class Setup:
     launch: Launch
     device: torch.device
     plan: Plan
+    cache: Path | None
+    """This node's folder of compiled kernels; None where nothing is compiled."""
     sources: Sources
     """The checkpoint and the recordings that the config names."""
 
@@ -72,7 +74,7 @@ def prepare(config_path: str | Path | None, overrides: Sequence[str] = ()) -> Se
     transport.load_transport(plan)
     experts.load_experts(plan)
     sources = open_sources(config, model, plan, recorded, config_path)
-    return Setup(config, model, digest(config, model), launch, device, plan, sources)
+    return Setup(config, model, digest(config, model), launch, device, plan, cache, sources)
 
 
 def meet(setup: Setup) -> Store:
