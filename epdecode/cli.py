@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 import json
 import sys
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -29,6 +31,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "Find what would keep a job from running here; exit code 3 on any FAIL.",
     ),
     "env": ("epdecode.envinfo:env", "Print versions, GPUs, network and variables, for a report."),
+    "routing": (
+        "epdecode.routing_cli:app",
+        "Look at recorded routes: imbalance per layer and rank, as a table and a picture.",
+    ),
     "launch": ("epdecode.launch:app", "Write or submit a Slurm job that fits a config."),
     "status": ("epdecode.status:status_command", "Say how a run is doing, or how it ended."),
 }
@@ -68,25 +74,52 @@ def validate(
 
 
 @app.command(epilog="Example: epdecode plan -c deepseek_v3-h200x8-deepep_ll --world-size 8 --json")
-def plan(
+def plan(  # noqa: PLR0913 - each one is a command-line option
     config: ConfigOption = None,
     overrides: Overrides = None,
     world_size: Annotated[int, typer.Option("--world-size", "-n", min=1, help="Ranks.")] = 1,
     ranks_per_gpu: Annotated[int, typer.Option(min=1, help="Ranks that share a GPU.")] = 1,
+    ranks_per_node: Annotated[
+        int | None, typer.Option(min=1, help="Ranks of a node. Default: all on one.")
+    ] = None,
+    redundant: Annotated[
+        list[int] | None,
+        typer.Option(min=0, help="Compare placements with so many redundant experts; repeatable."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Placement, buffer bytes, memory and floors of a run, without a GPU; checks every limit."""
+    from epdecode.placement_study import render_study, study, usual_counts
     from epdecode.plan import make_plan, render, to_json
+    from epdecode.routing_load import read_recorded
 
     loaded, model = _load(config, overrides)
-    made = make_plan(loaded, model, world_size, ranks_per_gpu=ranks_per_gpu)
-    typer.echo(json.dumps(to_json(made), indent=2, allow_nan=False) if as_json else render(made))
+    recorded = read_recorded(loaded, find_preset(config))
+    plan_for = partial(
+        make_plan,
+        model=model,
+        world_size=world_size,
+        ranks_per_gpu=ranks_per_gpu,
+        ranks_per_node=ranks_per_node,
+        recorded=recorded,
+    )
+    made = plan_for(loaded)
+    counts = redundant or usual_counts(made.model.num_experts, world_size, loaded.experts.redundant)
+    wanted = redundant or loaded.experts.placement == "balanced" or recorded.any
+    choices = study(loaded, plan_for, counts) if wanted else []
+    if as_json:
+        document = to_json(made) | {"placements": [asdict(choice) for choice in choices]}
+        typer.echo(json.dumps(document, indent=2, allow_nan=False))
+        return
+    typer.echo(render(made))
+    if choices:
+        typer.echo("\n" + render_study(choices, made.placement.load))
 
 
 @app.command(epilog="Example: epdecode presets")
 def presets() -> None:
     """List the configs that come with epdecode, one line each."""
-    files = sorted(configs_dir().glob("*.yaml"))
+    files = sorted(configs_dir().glob("*.yaml"), key=lambda file: file.stem)
     width = max((len(file.stem) for file in files), default=0)
     for file in files:
         typer.echo(f"{file.stem:{width}}  {_summary(file)}")

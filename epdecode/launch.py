@@ -15,6 +15,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from epdecode.config_load import find_preset, load_config, load_model
 from epdecode.errors import EnvironmentFault
 from epdecode.plan import make_plan
+from epdecode.routing_load import read_recorded
 
 TEMPLATE = "multinode.sbatch.j2"
 GPUS_PER_NODE = 8
@@ -82,7 +83,13 @@ def slurm(  # noqa: PLR0913 - each one is a command-line option
     loaded = load_config(path, overrides or ())
     gpu = loaded.transport.name != "torch_a2a"
     ranks = ranks_per_node or (GPUS_PER_NODE if gpu else CPU_RANKS)
-    make_plan(loaded, load_model(loaded.model, path), nodes * ranks)
+    make_plan(
+        loaded,
+        load_model(loaded.model, path),
+        nodes * ranks,
+        ranks_per_node=ranks,
+        recorded=read_recorded(loaded, path),
+    )
     shown = _from_here(path)
     script = render(
         Job(

@@ -31,6 +31,11 @@ class Recorded:
     routing: Trace | LoadTable | None = None
     load: Trace | LoadTable | None = None
 
+    @property
+    def any(self) -> bool:
+        """Whether there is one."""
+        return self.routing is not None or self.load is not None
+
 
 NOTHING = Recorded()
 """For configs that name no file."""

@@ -8,6 +8,7 @@ from epdecode.doctor.machine import Machine
 from epdecode.errors import UserError
 from epdecode.hardware import match_device
 from epdecode.plan import make_plan
+from epdecode.routing_load import read_recorded
 
 
 def check_plan(machine: Machine) -> Outcome:
@@ -25,6 +26,8 @@ def check_plan(machine: Machine) -> Outcome:
             machine.ranks,
             found=match_device(devices[0].name) if devices else None,
             ranks_per_gpu=per_gpu,
+            ranks_per_node=local_ranks,
+            recorded=read_recorded(machine.config, machine.config_path),
             qp_depth_set=int(depth) if depth.isdigit() else None,
         )
     except UserError as error:

@@ -21,8 +21,7 @@ def _facts(plan: Plan) -> Iterator[str]:
     yield f"model       {model.name}: hidden {model.hidden}, expert size {model.expert_size}, "
     yield f"            {model.num_experts} experts, top-{model.top_k}, {model.weight_format}"
     yield f"ranks       {plan.world_size}, {plan.ranks_per_gpu} per device; device {device}"
-    local = plan.num_local_experts
-    yield f"placement   {local} experts a rank, rank r holds r*{local} and on"
+    yield from _placement(plan)
     yield f"tokens      {plan.tokens_per_rank} a rank, at most {plan.max_tokens}"
     yield f"capacity    {plan.capacity} rows: all tokens of all ranks on one expert"
     graphs = "on" if plan.graph_enabled else "off"
@@ -33,6 +32,18 @@ def _facts(plan: Plan) -> Iterator[str]:
     yield f"experts     {plan.experts.name}, {plan.experts.scale_format} scales"
     for key, why in plan.chosen.items():
         yield f"chosen      {key} = {why}"
+
+
+def _placement(plan: Plan) -> Iterator[str]:
+    local, placement = plan.num_local_experts, plan.placement
+    if placement.slots:
+        yield f"placement   balanced: {local} slots a rank, {placement.redundant} replicas in all"
+    else:
+        yield f"placement   {local} experts a rank, rank r holds r*{local} and on"
+    before, after = placement.rank_imbalance_contiguous, placement.rank_imbalance
+    if before != 1 or placement.slots:
+        balanced = f", balanced {after:.3f}" if placement.slots else ""
+        yield f"imbalance   of ranks: contiguous {before:.3f}{balanced} ({placement.load})"
 
 
 def _buffers(transport: TransportPlan) -> Iterator[str]:
