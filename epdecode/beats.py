@@ -118,6 +118,7 @@ class Beats(threading.Thread):
 
     def forgive(self, seconds: float) -> None:
         """Shift what was heard: this process itself did not run for ``seconds``."""
+        self.answered_at += seconds
         for rank, one in list(self.heard.items()):
             self.heard[rank] = Heard(one.beat, one.beat_at + seconds, one.moved_at + seconds)
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from epdecode.beats import Beat, Beats, Store, Verdict
-from epdecode.blame import Seen, find_fault
+from epdecode.blame import Seen, find_fault, stale_limit
 from epdecode.config import LimitsConfig
 from epdecode.errors import Exit
 from epdecode.processes import Identity, started_by_torchrun
@@ -178,7 +178,7 @@ class Judge(threading.Thread):
 
     def _store_gone(self, now: float) -> Cause | None:
         silent = now - self.beats.answered_at
-        if silent < self.limits.stale_s:
+        if silent < stale_limit(self.progress.phase, self.limits):
             return None
         rank, kind = self.seat.store_rank, "store_lost"
         owner = "the launcher" if rank is None else f"rank {rank}"

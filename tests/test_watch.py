@@ -141,6 +141,13 @@ def test_rank_that_serves_the_store_stops(tmp_path):
     assert running.status["cause"]["kind"] in ("stopped", "silent")
 
 
+def test_a_compiler_that_keeps_the_gil_in_warm_up(tmp_path):
+    limits = replace(LIMITS, warmup_s=30)
+    running = Running(tmp_path, gil_s=(4, 2.5, 0), limits=limits)
+    running.wait()
+    assert running.exit_codes == [0, 0, 0], running.logs()
+
+
 def test_good_run_with_the_store_in_rank_0(tmp_path):
     running = Running(tmp_path, port=_free_port(), store_rank=0)
     running.wait()

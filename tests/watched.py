@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import multiprocessing
 import os
@@ -46,6 +47,8 @@ class Job:
     limits: LimitsConfig = LIMITS
     warmup_s: tuple[float, ...] = ()
     """Seconds of warm-up per rank: cold compilation."""
+    gil_s: tuple[float, ...] = ()
+    """Seconds per rank in which one call of the warm-up keeps the GIL, as a compiler's may."""
     store_rank: int | None = None
     env: dict[str, str] = field(default_factory=dict)
 
@@ -97,6 +100,8 @@ def _run(job: Job, rank: int, store: Any, watch: Watch) -> int:
     dist.barrier()
     watch.phase("warmup")
     time.sleep(job.warmup_s[rank] if job.warmup_s else 0)
+    if job.gil_s:
+        ctypes.PyDLL(None).usleep(int(1e6 * job.gil_s[rank]))
     dist.barrier()
     watch.phase("steps")
     done = _steps(job, watch, samples)
