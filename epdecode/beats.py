@@ -122,6 +122,12 @@ class Beats(threading.Thread):
         for rank, one in list(self.heard.items()):
             self.heard[rank] = Heard(one.beat, one.beat_at + seconds, one.moved_at + seconds)
 
+    def all_alive(self) -> None:
+        """Every rank has just been in one collective with this one: none was silent until now."""
+        now = time.monotonic()
+        for rank, one in list(self.heard.items()):
+            self.heard[rank] = Heard(one.beat, max(now, one.beat_at), max(now, one.moved_at))
+
     def poke(self) -> None:
         """Begin a round now."""
         self._poked.set()

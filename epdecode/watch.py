@@ -99,12 +99,14 @@ class Watch:
         self._leaver.keep.append(flush)
 
     def phase(self, name: PhaseName) -> None:
-        """Enter a phase; entering "steps" starts the short clock."""
+        """Enter a phase. Entering "steps", right after a barrier, starts the short clock."""
         at = self._at
         if name in ("load", "warmup", "steps"):
             at.ticks = 0
         at.phase, at.stage = name, None
         at.moved()
+        if name == "steps":
+            self._judge.beats.all_alive()
         self._judge.beats.heard_since(time.monotonic(), self._limits.stale_s)
         self._write_status()
         self._fault.hit(self._seat.rank, at.step, name)
