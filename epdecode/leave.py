@@ -14,6 +14,7 @@ from typing import IO, NoReturn
 from epdecode.beats import Verdict
 from epdecode.errors import ConfigError
 from epdecode.processes import Peer
+from epdecode.result_json import failure_line
 from epdecode.save import RunFolder
 from epdecode.status import Status, read_status, write_status
 
@@ -72,6 +73,8 @@ class Leaver:
         if self._rank == self._writer(verdict, peers) or not self._told_by_writer():
             if save and self.on_loss:
                 _call_all([lambda: self.on_loss and self.on_loss(verdict)])
+            elif self.folder is None:
+                sys.stdout.write(failure_line(verdict.exit_code, verdict.cause, None) + "\n")
             self._write(status)
             _reap(peers.values())
         logging.shutdown()
