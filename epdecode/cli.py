@@ -105,7 +105,7 @@ def plan(  # noqa: PLR0913 - each one is a command-line option
     )
     made = plan_for(loaded)
     counts = redundant or usual_counts(made.model.num_experts, world_size, loaded.experts.redundant)
-    wanted = redundant or loaded.experts.placement == "balanced" or recorded.any
+    wanted = redundant or loaded.experts.placement != "contiguous" or recorded.any
     choices = study(loaded, plan_for, counts) if wanted else []
     if as_json:
         document = to_json(made) | {"placements": [asdict(choice) for choice in choices]}

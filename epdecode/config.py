@@ -63,9 +63,10 @@ class ExpertsConfig:
     """SiLU * mul and quantisation in one kernel over valid rows only; off = plain torch."""
     fused_quant_layout: bool = True
     """Write scales in the GEMM's layout inside the quantisation; off = a pass of its own."""
-    placement: Literal["contiguous", "balanced"] = "contiguous"
+    placement: Literal["contiguous", "balanced", "balanced_by_node"] = "contiguous"
     """contiguous = rank r holds the r-th block of experts; balanced = experts are replicated and
-    packed so that ranks get even loads, node by node where the router has groups."""
+    packed so that ranks get even loads; balanced_by_node = the same node by node, a router's group
+    of experts on one node, so that a token crosses to few nodes."""
     redundant: Count = 0
     """Copies of hot experts in a layer, beside the model's own; balanced placement only."""
     load: str | None = None

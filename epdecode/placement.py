@@ -4,9 +4,9 @@ Pure: numbers in, numbers out. A placement is a tuple of logical expert ids, one
 physical id that transports use) is on rank p // (slots / ranks).
 
 The method is the usual greedy one (DeepSeek's EPLB describes it): give the next replica to the
-expert whose replicas are busiest, then put pieces, largest first, where the load is least. With
-groups of experts that divide over the nodes it works node by node, so that a token whose router
-picks few groups stays on few nodes.
+expert whose replicas are busiest, then put pieces, largest first, where the load is least. Over
+several nodes it first packs the router's groups onto nodes and then works within each, so that a
+token whose router picks few groups stays on few nodes; loads of nodes are then less even.
 """
 
 from __future__ import annotations
@@ -43,17 +43,11 @@ def balanced(
     """Slots for len(load) experts and ``redundant`` replicas; no rank holds an expert twice.
 
     load: of each expert, only ratios count. num_groups: the router's groups of consecutive
-    experts; kept within a node where groups, replicas and ranks divide over the nodes. What
-    ``redundant_problem`` refuses must not come here.
+    experts, each kept within a node where there are several. What ``redundant_problem`` and
+    ``node_problem`` refuse must not come here.
     """
     experts = range(len(load))
-    by_node = num_nodes > 1 and not (
-        num_groups % num_nodes
-        or redundant % num_nodes
-        or num_ranks % num_nodes
-        or redundant > len(load) * (num_ranks // num_nodes - 1)
-    )
-    if not by_node:
+    if num_nodes == 1:
         return _fill_ranks(load, experts, redundant, num_ranks)
     size = len(load) // num_groups
     members = [experts[group * size : (group + 1) * size] for group in range(num_groups)]
@@ -82,6 +76,18 @@ def redundant_problem(num_experts: int, redundant: int, num_ranks: int) -> str |
         f"that makes the sum divide over the ranks, at most one replica of an expert a rank; "
         f"nearest: {', '.join(map(str, near)) or 'none'}"
     )
+
+
+def node_problem(num_groups: int, redundant: int, num_ranks: int, num_nodes: int) -> str | None:
+    """What keeps groups of experts from being placed node by node."""
+    for what, count in (
+        ("groups of the router", num_groups),
+        ("redundant experts", redundant),
+        ("ranks", num_ranks),
+    ):
+        if count % num_nodes:
+            return f"{count} {what} do not divide over {num_nodes} nodes"
+    return None
 
 
 def num_replicas(slots: Sequence[int], num_experts: int) -> list[int]:

@@ -38,10 +38,12 @@ def study(
 ) -> list[Choice]:
     """Contiguous first, then balanced with each number of replicas. plan_for: make_plan with all
     but the config given."""
+    kind = config.experts.placement
     contiguous = replace(config.experts, placement="contiguous", redundant=0, load=None)
     choices = [_choice(replace(config, experts=contiguous), plan_for)]
     for count in counts:
-        experts = replace(config.experts, placement="balanced", redundant=count)
+        placement = "balanced" if kind == "contiguous" else kind
+        experts = replace(config.experts, placement=placement, redundant=count)
         choices.append(_choice(replace(config, experts=experts), plan_for))
     return choices
 
@@ -67,11 +69,11 @@ def render_study(choices: Sequence[Choice], load: str) -> str:
     """An aligned table."""
     lines = [
         f"placements, for the load of {load}",
-        f"  {'placement':<12}{'redundant':>10}{'slots/rank':>12}{'rank imbalance':>16}"
+        f"  {'placement':<18}{'redundant':>10}{'slots/rank':>12}{'rank imbalance':>16}"
         f"{'buffer GiB':>12}{'QPs':>6}{'memory GiB':>12}",
     ]
     for choice in choices:
-        head = f"  {choice.placement:<12}{choice.redundant:>10}"
+        head = f"  {choice.placement:<18}{choice.redundant:>10}"
         if choice.refused:
             lines.append(f"{head}  refused: {choice.refused[:100]}")
             continue

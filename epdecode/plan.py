@@ -116,7 +116,8 @@ def make_plan(  # noqa: PLR0913 - each one is a fact of the machine or of a file
     device = resolve_device(config.hardware, found)
     if config.transport.name == "torch_a2a" and found is None:
         device = None
-    problems = _structure_problems(config, model, world_size)
+    nodes = -(-world_size // (ranks_per_node or world_size))
+    problems = _structure_problems(config, model, world_size, nodes)
     if problems:
         raise ConfigError(_report(problems))
     shape = effective_model(config, model, world_size)
@@ -138,9 +139,8 @@ def make_plan(  # noqa: PLR0913 - each one is a fact of the machine or of a file
     problems += experts_problems(experts, layout_of(config), world_size, request.max_tokens, device)
     if problems:
         raise ConfigError(_report(problems))
-    nodes = -(-world_size // (ranks_per_node or world_size))
-    layers = loop_layers(config.layers, model)
-    placement = plan_placement(config, shape, layers, world_size, nodes, recorded)
+    loop = loop_layers(config.layers, model)
+    placement = plan_placement(config, shape, loop, world_size, nodes, recorded)
     plan = _assemble(config, shape, request, device, ranks_per_gpu, placement)
     plan = replace(
         plan,
@@ -200,17 +200,17 @@ def _assemble(
     )
 
 
-def _structure_problems(config: Config, model: ModelShape, world_size: int) -> list[str]:
-    problems = []
-    ep = config.parallel.ep
+def _structure_problems(
+    config: Config, model: ModelShape, world_size: int, num_nodes: int
+) -> list[str]:
+    problems, ep = [], config.parallel.ep
     if ep not in ("auto", world_size):
-        problems.append(
-            f"parallel.ep: got {ep} with {world_size} ranks; accepted: auto or {world_size}"
-        )
+        accepted = f"accepted: auto or {world_size}"
+        problems.append(f"parallel.ep: got {ep} with {world_size} ranks; {accepted}")
     problems += model_problems(config, model, world_size)
     problems += layer_problems(config.layers, model)
-    experts = effective_model(config, model, world_size).num_experts
-    problems += placement_problems(config, experts, world_size)
+    shape = effective_model(config, model, world_size)
+    problems += placement_problems(config, shape, world_size, num_nodes)
     problems += [str(breach) for breach in config_rules(config)]
     problems += transport_problems(config, world_size)
     return problems

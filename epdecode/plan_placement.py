@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from epdecode.config import Config
 from epdecode.layers import LoopLayer
@@ -14,6 +14,7 @@ from epdecode.placement import (
     contiguous,
     first_slots,
     imbalance,
+    node_problem,
     rank_loads,
     redundant_problem,
 )
@@ -54,12 +55,22 @@ class PlacementPlan:
         ]
 
 
-def placement_problems(config: Config, num_experts: int, num_ranks: int) -> list[str]:
-    """Replicas that do not divide over the ranks, or more of them than ranks to be on."""
-    if config.experts.placement == "contiguous" or not config.experts.redundant:
+def placement_problems(
+    config: Config, model: ModelShape, num_ranks: int, num_nodes: int
+) -> list[str]:
+    """What does not divide over ranks or nodes, and more replicas than ranks to be on."""
+    kind, redundant = config.experts.placement, config.experts.redundant
+    if kind == "contiguous":
         return []
-    wrong = redundant_problem(num_experts, config.experts.redundant, num_ranks)
-    return [f"experts.redundant: {wrong}"] if wrong else []
+    if kind == "balanced_by_node":
+        wrong = node_problem(model.router.n_group, redundant, num_ranks, num_nodes)
+        if wrong:
+            return [f"experts.placement: got {kind}; {wrong}; accepted here: balanced"]
+        model = replace(model, num_experts=model.num_experts // num_nodes)
+        num_ranks, redundant = num_ranks // num_nodes, redundant // num_nodes
+    wrong = redundant_problem(model.num_experts, redundant, num_ranks) if redundant else None
+    within = " (of one node)" if kind == "balanced_by_node" else ""
+    return [f"experts.redundant{within}: {wrong}"] if wrong else []
 
 
 def plan_placement(
@@ -77,13 +88,13 @@ def plan_placement(
     ]
     plain = contiguous(model.num_experts)
     slots: tuple[Slots, ...] = ()
-    if config.experts.placement == "balanced":
+    if config.experts.placement != "contiguous":
         slots = tuple(
             balanced(
                 load,
                 config.experts.redundant,
                 num_ranks,
-                num_nodes=num_nodes,
+                num_nodes=num_nodes if config.experts.placement == "balanced_by_node" else 1,
                 num_groups=model.router.n_group,
             )
             for load in loads

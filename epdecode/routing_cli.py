@@ -50,11 +50,8 @@ def _routing() -> None:
 @app.command(epilog="Example: epdecode routing inspect routes.npy --model deepseek-v3 --ep 32")
 def inspect(
     file: Annotated[Path, typer.Argument(help="A trace or a table of counts.")],
-    model: Annotated[
-        str | None, typer.Option(help="Says how many experts there are, and their groups.")
-    ] = None,
+    model: Annotated[str | None, typer.Option(help="Says how many experts there are.")] = None,
     ep: Annotated[int, typer.Option(min=1, help="Ranks that share the experts.")] = 8,
-    nodes: Annotated[int, typer.Option(min=1, help="Nodes the ranks are on.")] = 1,
     redundant: Annotated[
         list[int] | None, typer.Option(min=0, help="Redundant experts to try; repeatable.")
     ] = None,
@@ -63,15 +60,12 @@ def inspect(
     """Imbalance of a trace or a load table, per layer and rank, as a table and a picture."""
     if not file.is_file():
         raise ConfigError(f"{file}: no such file")
-    counts, groups = _counts(file, model)
+    counts = _counts(file, model)
     tried = tuple(redundant or [-counts.shape[1] % ep])
     for number in tried:
         if wrong := redundant_problem(counts.shape[1], number, ep):
             raise ConfigError(f"--redundant: {wrong}")
-    layers = [
-        look(row, layer, ep, tried, num_nodes=nodes, num_groups=groups)
-        for row, layer in enumerate(counts)
-    ]
+    layers = [look(row, layer, ep, tried) for row, layer in enumerate(counts)]
     if as_json:
         found = {"num_experts": counts.shape[1], "ep": ep, "redundant": tried}
         document = found | {"layers": [asdict(layer) for layer in layers]}
@@ -80,16 +74,12 @@ def inspect(
         typer.echo(render(str(file), counts.shape[1], ep, tried, layers))
 
 
-def look(
-    row: int, load: Counts, ep: int, tried: Sequence[int], *, num_nodes: int, num_groups: int
-) -> LayerLoad:
+def look(row: int, load: Counts, ep: int, tried: Sequence[int]) -> LayerLoad:
     """What one layer's counts say."""
     values = [float(value) for value in load]
     spare = -len(values) % ep
     padded = [*values, *(0.0 for _ in range(spare))]
-    placed = [
-        balanced(values, number, ep, num_nodes=num_nodes, num_groups=num_groups) for number in tried
-    ]
+    placed = [balanced(values, number, ep) for number in tried]
     return LayerLoad(
         row=row,
         choices=int(sum(values)),
@@ -142,8 +132,8 @@ def render(
     return "\n".join(lines)
 
 
-def _counts(file: Path, model: str | None) -> tuple[Counts, int]:
-    """[layers, num_experts], and the router's groups."""
+def _counts(file: Path, model: str | None) -> Counts:
+    """[layers, num_experts]."""
     from epdecode.config_load import load_model
 
     recorded = read_load(file)
@@ -154,11 +144,11 @@ def _counts(file: Path, model: str | None) -> tuple[Counts, int]:
         if found > experts or (found < experts and not recorded.open_ended):
             raise ConfigError(f"{file}: {found} experts; {model} has {experts}")
         missing = ((0, 0), (0, experts - found))
-        return np.pad(recorded.counts, missing), shape.router.n_group if shape else 1
+        return np.pad(recorded.counts, missing)
     if recorded.num_tokens == 0:
         raise ConfigError(f"{file}: holds no tokens")
     largest = int(recorded.ids.max())
     experts = shape.num_experts if shape else max(1, largest + 1)
     if largest >= experts:
         raise ConfigError(f"{file}: expert {largest}; {model} has {experts}")
-    return recorded.counts(experts), shape.router.n_group if shape else 1
+    return recorded.counts(experts)

@@ -9,16 +9,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from epdecode.errors import ConfigError
 from epdecode.placement import (
     balanced,
     contiguous,
     first_slots,
     imbalance,
+    node_problem,
     num_replicas,
     rank_loads,
     redundant_problem,
     replica_table,
 )
+from epdecode.plan import make_plan
+from tests.small import small_config, small_model
 
 
 def skewed(num_experts: int, sigma: float = 1.0) -> list[float]:
@@ -91,10 +95,43 @@ def test_groups_stay_on_a_node() -> None:
     assert set(slots) == set(range(64))
 
 
-@pytest.mark.parametrize(("nodes", "groups"), [(2, 1), (4, 6), (3, 3)])
-def test_groups_that_do_not_divide_over_the_nodes_are_left_alone(nodes: int, groups: int) -> None:
-    load = skewed(24)
-    assert balanced(load, 8, 4, num_nodes=nodes, num_groups=groups) == balanced(load, 8, 4)
+@pytest.mark.parametrize(
+    ("groups", "redundant", "ranks", "nodes", "problem"),
+    [
+        (1, 8, 4, 2, "1 groups of the router do not divide over 2 nodes"),
+        (8, 3, 4, 2, "3 redundant experts do not divide over 2 nodes"),
+        (8, 8, 3, 2, "3 ranks do not divide over 2 nodes"),
+        (8, 8, 4, 2, None),
+    ],
+)
+def test_what_does_not_divide_over_the_nodes(
+    groups: int, redundant: int, ranks: int, nodes: int, problem: str | None
+) -> None:
+    assert node_problem(groups, redundant, ranks, nodes) == problem
+
+
+def test_the_plan_places_by_node_where_it_is_asked_to() -> None:
+    config = ["experts.placement=balanced_by_node", "experts.redundant=4", "routing.kind=zipf"]
+    plan = make_plan(small_config(*config), small_model(), 4, ranks_per_node=2)
+    for slots in plan.placement.slots:
+        nodes = [{expert // 2 for expert in slots[node * 6 : node * 6 + 6]} for node in range(2)]
+        assert [len(groups) for groups in nodes] == [2, 2]
+        assert not nodes[0] & nodes[1]
+
+
+@pytest.mark.parametrize(
+    ("ranks_per_node", "redundant", "message"),
+    [
+        (2, 6, r"experts.redundant \(of one node\): 4 experts \+ 3 replicas on 2 rank"),
+        (2, 3, "3 redundant experts do not divide over 2 nodes; accepted here: balanced"),
+    ],
+)
+def test_a_placement_by_node_that_cannot_be_is_refused(
+    ranks_per_node: int, redundant: int, message: str
+) -> None:
+    config = ["experts.placement=balanced_by_node", f"experts.redundant={redundant}"]
+    with pytest.raises(ConfigError, match=message):
+        make_plan(small_config(*config), small_model(), 4, ranks_per_node=ranks_per_node)
 
 
 def test_replicas_are_taken_by_turns_and_minus_one_stays() -> None:

@@ -37,7 +37,8 @@ def _facts(plan: Plan) -> Iterator[str]:
 def _placement(plan: Plan) -> Iterator[str]:
     local, placement = plan.num_local_experts, plan.placement
     if placement.slots:
-        yield f"placement   balanced: {local} slots a rank, {placement.redundant} replicas in all"
+        kind, redundant = placement.kind, placement.redundant
+        yield f"placement   {kind}: {local} slots a rank, {redundant} replicas in all"
     else:
         yield f"placement   {local} experts a rank, rank r holds r*{local} and on"
     before, after = placement.rank_imbalance_contiguous, placement.rank_imbalance
