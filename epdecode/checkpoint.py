@@ -70,6 +70,10 @@ class Checkpoint:
         found: torch.Tensor = self._slice(key)[index]
         return found
 
+    def close(self) -> None:
+        """Unmap the files; tensors that were read stay valid."""
+        self._opened.clear()
+
     def _slice(self, key: str) -> Any:
         try:
             return self._file(key).get_slice(key)

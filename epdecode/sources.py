@@ -46,7 +46,9 @@ def open_sources(
     model: as it was read, without padding; near: the config's path. Raises ConfigError.
     """
     if isinstance(recorded.routing, Trace):
-        check_trace(recorded.routing, plan.model.top_k, plan.model.num_experts)
+        if recorded.load is not None:
+            # Otherwise the plan has looked through it, for the load it gives.
+            check_trace(recorded.routing, plan.model.top_k, plan.model.num_experts)
         needed = tokens_needed(config, plan.world_size)
         need_tokens(recorded.routing, needed, config.routing.wrap)
     if config.weights.source == "seeded":

@@ -57,6 +57,7 @@ class CheckpointWeights:
         trace: TracebackType | None,
     ) -> None:
         self._pool.shutdown(cancel_futures=True)
+        self._checkpoint.close()
 
     def layer(self, number: int, local_experts: Sequence[int]) -> LayerWeights:
         """The model's layer ``number`` with these experts (global logical ids)."""

@@ -34,6 +34,17 @@ NO_TORCH = [
     "cli",
     "launch_env",
     "registry",
+    "hf",
+    "layers",
+    "placement",
+    "placement_study",
+    "plan_model",
+    "plan_placement",
+    "routing_cli",
+    "routing_load",
+    "routing_table",
+    "routing_trace",
+    "checkpoint_layout",
 ]
 """Modules that a machine without torch can import; so may nothing they import."""
 
