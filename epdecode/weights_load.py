@@ -18,6 +18,8 @@ from epdecode.mxfp4 import dequantize_mxfp4
 from epdecode.weights import LayerWeights, has_nan, put_expert, unwritten
 
 MOST_THREADS = 8
+CONVERTING_THREADS = 2
+"""Each holds several float32 copies of a matrix on the device while it converts."""
 
 
 class CheckpointWeights:
@@ -38,8 +40,10 @@ class CheckpointWeights:
         self._model = model
         self._device = device
         self._advance = advance
+        as_stored = checkpoint.shape.weight_format == model.weight_format
+        threads = MOST_THREADS if as_stored else CONVERTING_THREADS
         self._pool = ThreadPoolExecutor(
-            min(MOST_THREADS, os.cpu_count() or 1), initializer=self._enter_thread
+            min(threads, os.cpu_count() or 1), initializer=self._enter_thread
         )
 
     def _enter_thread(self) -> None:
