@@ -185,6 +185,8 @@ def verified(world: World, folder: str, overrides: list[str]) -> tuple[bool, int
         ("qwen2_moe", ["weights.format=fp8_block128"]),
         ("mixtral", ["transport.wire=bf16"]),
         ("minimax_m2", []),
+        ("qwen3_moe", ["parallel.stand_in_ep=4"]),
+        ("deepseek_v3", ["experts.placement=balanced", "experts.redundant=4"]),
         ("gpt_oss", ["transport.wire=bf16"]),
     ],
 )
