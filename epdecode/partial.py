@@ -54,6 +54,9 @@ def _with_samples(folder: RunFolder, blank: Result) -> Result:
             instrumented.setdefault(rank, []).append(float(sample["us"]))
             for stage, us in sample.get("stages", {}).items():
                 stages.setdefault(rank, {}).setdefault(stage, []).append(float(us))
+    silent = sorted(set(range(blank.method.world_size)) - set(plain))
+    if silent:
+        blank = replace(blank, warnings=(*blank.warnings, f"no samples of rank(s) {silent}"))
     if not plain:
         return blank
     done = min(map(len, plain.values())) + min(map(len, instrumented.values()), default=0)

@@ -6,6 +6,7 @@ import json
 import os
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,6 +18,9 @@ Pass = Literal["warmup", "plain", "instrumented"]
 
 class SampleWriter:
     """Appends one rank's samples from a thread, so that the step never waits for the disk.
+
+    Written every tenth of the interval, so that the death of this process costs little, and on
+    disk every interval, for the death of the host.
 
     Only whole lines are left in the file: after a failed write it is cut back to the last of them.
     """
@@ -45,16 +49,17 @@ class SampleWriter:
             line["stages"] = stages
         self._lines.append(json.dumps(line, allow_nan=False) + "\n")
 
-    def flush(self) -> None:
-        """Put what was noted on disk now. Safe from any thread; a failure shows in close()."""
+    def flush(self, durable: bool = True) -> None:
+        """Write what was noted; durable: on disk. Any thread; a failure shows in close()."""
         with self._lock:
-            count = len(self._lines)
-            if not count or self._error or self._handle < 0:
+            if self._error or self._handle < 0:
                 return
             whole = os.fstat(self._handle).st_size
+            count = len(self._lines)
             try:
                 write_all(self._handle, "".join(self._lines[:count]).encode())
-                os.fsync(self._handle)
+                if durable:
+                    os.fsync(self._handle)
             except OSError as error:
                 self._error = error
                 os.ftruncate(self._handle, whole)
@@ -76,18 +81,28 @@ class SampleWriter:
             ) from self._error
 
     def _keep_flushing(self, interval_s: float) -> None:
-        while not self._closing.wait(interval_s):
-            self.flush()
+        rounds = 0
+        while not self._closing.wait(interval_s / 10):
+            rounds += 1
+            if self._lines or rounds % 10 == 0:
+                self.flush(durable=rounds % 10 == 0)
 
 
 def merge_samples(folder: RunFolder) -> None:
-    """Gather all ranks' parts in samples.jsonl, by rank. Raises OSError; the parts stay then."""
+    """Gather all ranks' parts in samples.jsonl, by rank. Raises NotSaved; the parts stay then."""
     parts = sorted(folder.parts.glob("rank*.jsonl"))
     text = "".join(json.dumps(line) + "\n" for part in parts for line in _whole_lines(part))
-    atomic_write(folder.samples, text)
-    for part in parts:
-        part.unlink()
-    folder.parts.rmdir()
+    try:
+        atomic_write(folder.samples, text)
+    except OSError as error:
+        raise NotSaved(
+            f"{folder.samples}: not written: {error.strerror or error}; the samples are in "
+            f"{folder.parts}"
+        ) from error
+    with suppress(OSError):
+        for part in parts:
+            part.unlink()
+        folder.parts.rmdir()
 
 
 def read_samples(folder: RunFolder) -> Iterator[dict[str, Any]]:

@@ -164,8 +164,12 @@ def save_result(folder: RunFolder, text: str, stdout: TextIO | None = None) -> P
 
 
 def save_json(path: Path, document: object) -> None:
-    """A small JSON file, strict, written whole. Raises OSError or ValueError."""
-    atomic_write(path, json.dumps(document, indent=2, allow_nan=False) + "\n")
+    """A small JSON file, strict, written whole. Raises NotSaved, or ValueError for NaN."""
+    text = json.dumps(document, indent=2, allow_nan=False) + "\n"
+    try:
+        atomic_write(path, text)
+    except OSError as error:
+        raise NotSaved(f"{path}: not written: {error.strerror or error}") from error
 
 
 @contextmanager

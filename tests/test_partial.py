@@ -45,6 +45,7 @@ def save(folder, blank=BLANK, verdict=LOST):
 def test_samples_become_the_result(folder):
     measure(folder, [6, 5, 6])
     result, line = save(folder)
+    assert result.warnings == ("no samples of rank(s) [3]",)
     assert (result.status, result.cause) == ("failed", LOST.cause)
     assert (result.timing.step.n, result.timing.step.p50) == (5, 1200)
     assert result.timing.stages["route"].n == 6

@@ -85,6 +85,18 @@ def test_full_disk_cuts_back_to_whole_lines(folder, monkeypatch):
     assert [line["step"] for line in read_samples(folder)] == [0]
 
 
+def test_merge_on_a_full_disk_keeps_the_parts(folder, monkeypatch):
+    fill(folder, 0, 3)
+
+    def full(*args):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(samples, "atomic_write", full)
+    with pytest.raises(NotSaved, match=r"No space left.*the samples are in"):
+        merge_samples(folder)
+    assert len(list(read_samples(folder))) == 3
+
+
 def test_nan_is_refused(folder):
     writer = SampleWriter(folder, 0)
     with pytest.raises(ValueError, match="not JSON compliant"):

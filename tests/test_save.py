@@ -114,6 +114,13 @@ def test_save_result_keeps_what_is_there(tmp_path):
     assert json.loads(out.getvalue()) == {"second": 2}
 
 
+def test_save_json_tells_of_a_full_disk(tmp_path):
+    with pytest.raises(NotSaved, match="No such file"):
+        save_json(tmp_path / "no" / "env.json", {})
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        save_json(tmp_path / "env.json", {"x": float("nan")})
+
+
 def _save_with_full_disk(folder, report):
     """A limit on file size is a disk that is full after 1 KiB, for a real write."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (1024, 1024))
