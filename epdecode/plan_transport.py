@@ -130,9 +130,7 @@ def _worst_case(config: Config) -> bool:
 
 
 def _worst_case_problems(config: Config, several_nodes: bool) -> list[str]:
-    only_here = (
-        f"worst-case rows exist on one node only (up to {limits_ht.NODE_RANKS} ranks)"
-    )
+    only_here = f"worst-case rows exist on one node only (up to {limits_ht.NODE_RANKS} ranks)"
     if config.graph.enabled and (several_nodes or not _worst_case(config)):
         remedy = "" if several_nodes else "transport.worst_case_rows: true, "
         why = f"; {only_here}" if several_nodes else ""
