@@ -6,7 +6,6 @@ import json
 import os
 import re
 import socket
-import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
@@ -14,6 +13,7 @@ from pathlib import Path
 import torch
 
 import epdecode
+from epdecode.commit import commit
 from epdecode.result import Provenance, RankPlace
 from epdecode.save import utc_now
 from epdecode.world import World
@@ -75,26 +75,6 @@ def _nvshmem_host() -> str | None:
         return None
     found = re.search(r"(\S*libnvshmem_host\.so\S*)", maps)
     return Path(found.group(1)).resolve().name if found else None
-
-
-def commit() -> str | None:
-    """Commit of the source tree, '+dirty' when files differ; None outside one."""
-    tree = Path(__file__).resolve().parent.parent
-    if not (tree / ".git").exists():
-        return os.environ.get("EPDECODE_COMMIT") or None
-    try:
-        run = ("git", "-C", str(tree))
-        head = subprocess.run(
-            [*run, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, timeout=10
-        )
-        dirty = subprocess.run(
-            [*run, "status", "--porcelain", "-uno"], capture_output=True, text=True, timeout=10
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    if head.returncode:
-        return None
-    return head.stdout.strip() + ("+dirty" if dirty.stdout.strip() else "")
 
 
 def make_provenance(world: World, started_utc: str) -> Provenance:
