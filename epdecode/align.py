@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,7 @@ LIMITED_MPG = 3
 """nvshmem_init_status_t: processes share a GPU without MPS; barriers then end the process."""
 STARTED = (2, LIMITED_MPG, 4)
 """nvshmem_init_status_t: initialised; with a GPU shared without, or with, MPS."""
+PROOF_S = 20.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,13 +51,16 @@ def build_align(name: str, world: World, transport: str = "deepep_ll") -> Align:
         return _none("run.align is none")
     refusal = _first(world, why_not(world, transport))
     if not refusal:
-        joined = _is_started()
-        core = start_nvshmem(world)
+        core = importlib.import_module("nvshmem.core")
+        joined = _is_started(core)
+        if not joined:
+            start_nvshmem(world)
+        finalize = _nothing if joined else core.finalize
         refusal = _first(world, no_barrier(core))
         if not refusal:
-            return _nvshmem(core, joined)
-        if not joined:
-            core.finalize()
+            prove(_barrier)
+            return Align("nvshmem", "", _barrier, finalize)
+        finalize()
     if name == "nvshmem":
         raise EnvironmentFault(
             f"run.align: got nvshmem, but {refusal}; accepted here: none or auto"
@@ -93,7 +98,7 @@ def mps_running() -> bool:
 
 
 def start_nvshmem(world: World) -> Any:
-    """nvshmem.core, started over all ranks (or joined, where DeepEP has started it). Collective."""
+    """nvshmem.core, started over all ranks of ``world``. Collective; once in a process."""
     # Multicast over NVSwitch is nothing that DeepEP or a barrier needs, and DeepEP turns it off.
     os.environ.setdefault("NVSHMEM_DISABLE_NVLS", "1")
     core = importlib.import_module("nvshmem.core")
@@ -119,27 +124,47 @@ def no_barrier(core: Any) -> str:
     )
 
 
-def _nvshmem(core: Any, joined: bool) -> Align:
-    def barrier(stream: torch.cuda.Stream) -> None:
-        core.barrier_all(core.NvshmemStream(stream))
+def prove(barrier: Callable[[torch.cuda.Stream], None], limit_s: float = PROOF_S) -> None:
+    """Call the barrier as it will be used: once as it is, once from a captured graph.
 
-    def close() -> None:
-        if not joined:
-            core.finalize()
-
-    # The first call loads the library's kernels, which must not happen inside a capture.
+    The first call loads the library's kernels, which must not happen inside a capture. Raises
+    EnvironmentFault when one does not return: better here than in the timed steps.
+    """
     stream = torch.cuda.current_stream()
     barrier(stream)
-    stream.synchronize()
-    return Align("nvshmem", "", barrier, close)
+    _await(stream, limit_s)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        barrier(torch.cuda.current_stream())
+    graph.replay()
+    _await(stream, limit_s)
 
 
-def _is_started() -> bool:
+def _await(stream: torch.cuda.Stream, limit_s: float) -> None:
+    deadline = time.monotonic() + limit_s
+    while not stream.query():
+        if time.monotonic() > deadline:
+            raise EnvironmentFault(
+                f"an NVSHMEM barrier of all ranks did not return in {limit_s:g} s; set run.align: "
+                f"none, and see `epdecode doctor --full`"
+            )
+        time.sleep(0.001)
+
+
+def _barrier(stream: torch.cuda.Stream) -> None:
+    # The binding itself, not nvshmem.core: that one insists on a start of its own.
+    importlib.import_module("nvshmem.bindings").barrier_all_on_stream(stream.cuda_stream)
+
+
+def _is_started(core: Any) -> bool:
     """Somebody, that is DeepEP, has started NVSHMEM in this process."""
-    core = importlib.import_module("nvshmem.core")
     core.get_version()  # loads the library
     return int(core.init_status()) in STARTED
 
 
 def _none(reason: str) -> Align:
-    return Align("none", reason, lambda stream: None, lambda: None)
+    return Align("none", reason, lambda stream: None, _nothing)
+
+
+def _nothing() -> None:
+    """Nothing to end."""

@@ -14,18 +14,18 @@ from epdecode.world import World
 from tests.ranks import run_ranks
 
 
-class FirstStream:
-    """The stream on which the barrier is called for the first time."""
+class Stream:
+    """A stream that is idle, or busy for ever."""
 
-    def __str__(self) -> str:
-        return "first"
+    def __init__(self, name: str, idle: bool = True) -> None:
+        self.cuda_stream, self.idle = name, idle
 
-    def synchronize(self) -> None:
-        pass
+    def query(self) -> bool:
+        return self.idle
 
 
 class FakeCore:
-    """nvshmem.core as far as the alignment calls it."""
+    """nvshmem.core and nvshmem.bindings as far as the alignment calls them."""
 
     def __init__(self, status: int, started: bool) -> None:
         self.status, self.started, self.calls = status, started, []
@@ -36,11 +36,14 @@ class FakeCore:
     def init_status(self) -> int:
         return self.status if self.started else 0
 
-    def barrier_all(self, stream: str) -> None:
+    def barrier_all_on_stream(self, stream: str) -> None:
         self.calls.append(f"barrier on {stream}")
 
-    def NvshmemStream(self, stream: str) -> str:  # noqa: N802 - the library's name
-        return stream
+    def start(self, world: World) -> FakeCore:
+        assert not self.started, "a second start"
+        self.started = True
+        self.calls.append("start")
+        return self
 
     def finalize(self) -> None:
         self.calls.append("finalize")
@@ -50,37 +53,39 @@ def built(world: World, name: str, status: int = 2, started: bool = False, lame:
     """(Align's name and reason, calls of the library); rank ``lame`` has no nvshmem4py."""
     core = FakeCore(status, started)
     package = types.ModuleType("nvshmem")
-    package.core = core
-    sys.modules["nvshmem"], sys.modules["nvshmem.core"] = package, core
+    package.core = package.bindings = core
+    for module, value in {"": package, ".core": core, ".bindings": core}.items():
+        sys.modules[f"nvshmem{module}"] = value
     if world.rank == lame:
         sys.modules["nvshmem.core"] = None
-    align.start_nvshmem = lambda world: setattr(core, "started", True) or core
+    align.start_nvshmem = core.start
+    align.prove = lambda barrier: barrier(Stream("trial"))
     on_gpu = World(**{
         **{name: getattr(world, name) for name in World.__slots__},
         "device": torch.device("cuda", world.rank),
     })  # fmt: skip
     torch.cuda.device_count = lambda: world.size
-    torch.cuda.current_stream = lambda: FirstStream()
     made = align.build_align(name, on_gpu)
-    made.barrier("stream")
+    made.barrier(Stream("stream"))
     made.close()
     return made.name, made.reason, core.calls
 
 
 @pytest.mark.parametrize("name", ["auto", "nvshmem"])
 def test_a_gpu_each(name) -> None:
-    expected = ("nvshmem", "", ["barrier on first", "barrier on stream", "finalize"])
+    calls = ["start", "barrier on trial", "barrier on stream", "finalize"]
+    expected = ("nvshmem", "", calls)
     assert run_ranks(2, built, name) == [expected] * 2
 
 
 def test_what_deep_ep_started_is_left_to_deep_ep() -> None:
-    expected = ("nvshmem", "", ["barrier on first", "barrier on stream"])
+    expected = ("nvshmem", "", ["barrier on trial", "barrier on stream"])
     assert run_ranks(2, built, "auto", 2, True) == [expected] * 2
 
 
 def test_no_barrier_without_shares_of_mps() -> None:
     for name, reason, calls in run_ranks(2, built, "auto", align.LIMITED_MPG):
-        assert (name, calls) == ("none", ["finalize"])
+        assert (name, calls) == ("none", ["start", "finalize"])
         assert "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE" in reason
 
 
@@ -89,6 +94,34 @@ def test_one_rank_without_the_library_decides_for_all() -> None:
     assert results[0] == results[1]
     assert results[0][0] == "none"
     assert results[0][1].startswith("rank 1: nvshmem4py cannot be loaded")
+
+
+class Graph:
+    """Stands in for a CUDA graph and for its capture."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    def replay(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("idle", [True, False])
+def test_a_barrier_is_tried_eager_and_captured_and_may_not_hang(monkeypatch, idle) -> None:
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: Stream("main", idle))
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph", lambda graph: graph)
+    calls = []
+    if idle:
+        align.prove(calls.append)
+        assert len(calls) == 2
+    else:
+        with pytest.raises(EnvironmentFault, match="did not return in 0.05 s"):
+            align.prove(calls.append, limit_s=0.05)
+        assert len(calls) == 1
 
 
 def refused(world: World, name: str) -> str:
