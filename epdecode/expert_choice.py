@@ -92,8 +92,9 @@ def load_table(path: Path) -> dict[str, dict[int, Choice]]:
         return {}
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path}: {error}; delete it or tune again") from error
-    if document.get("schema") != SCHEMA:
-        raise ConfigError(f"{path}: schema is {document.get('schema')!r}, accepted: {SCHEMA}")
+    schema = document.get("schema") if isinstance(document, dict) else None
+    if schema != SCHEMA:
+        raise ConfigError(f"{path}: schema is {schema!r}, accepted: {SCHEMA}; tune again")
     names = {field.name for field in fields(Choice)}
     try:
         return {

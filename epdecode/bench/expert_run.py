@@ -1,0 +1,133 @@
+"""Checks and times expert backends on one case, and finds the best cut of ours."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from epdecode.bench import expert_backends as backends
+from epdecode.bench.expert_cases import LAYERS, ExpertCase, Inputs, error_of, make_inputs
+from epdecode.bench.expert_report import Line
+from epdecode.bench.timing import graph_us
+from epdecode.errors import EnvironmentFault
+from epdecode.expert_choice import Choice, bucket, choose, default_choice, load_table, save_table
+from epdecode.experts.tuned import table_of, tuned_path
+
+if TYPE_CHECKING:
+    from epdecode.bench.timing import Streams
+    from epdecode.experts.chains import Chain
+
+log = logging.getLogger(__name__)
+
+WRONG = 0.02
+"""Relative error from which a backend is wrong: bfloat16 output and some moved FP8 steps."""
+REPLAYS = 12
+
+
+def run_case(case: ExpertCase, streams: Streams, tune: bool) -> list[Line]:
+    """Every backend on one case: the first layer is checked, then all layers are timed."""
+    torch.cuda.empty_cache()
+    device = torch.device("cuda")
+    inputs = make_inputs(case, LAYERS, device)
+    floor = case.floor_bytes() / streams.read_tb_s / 1e6
+    chain = backends.triton_chain(case, inputs)
+    choice = _best_choice(case, inputs, chain) if tune else _choice(case, device)
+    ours = backends.triton_layer(inputs, chain, choice)
+    lines = [_measure(case, "triton_gemm", inputs, ours, floor, choice)]
+    try:
+        rival = backends.deepgemm_layer(case, inputs)
+        lines.append(_measure(case, "deepgemm", inputs, rival, floor))
+    except EnvironmentFault as error:
+        log.warning("deepgemm is left out: %s", error)
+    if tune:
+        _remember(case, lines, device)
+    return lines
+
+
+def _choice(case: ExpertCase, device: torch.device) -> Choice:
+    """The table's cut for ours, whichever backend the table prefers."""
+    found = choose(case.shape, case.rows, table_of(device))
+    return found if found.backend == "triton_gemm" else default_choice(case.shape, case.rows)
+
+
+def _measure(
+    case: ExpertCase,
+    backend: str,
+    inputs: Inputs,
+    layer: backends.Layer,
+    floor: float,
+    choice: Choice | None = None,
+) -> Line:
+    inputs.out.fill_(torch.nan)
+    layer(0)
+    error = error_of(inputs)
+    shape = case.shape
+    line = Line(
+        experts=shape.experts,
+        rows=case.rows,
+        hidden=shape.hidden,
+        size=shape.size,
+        load=case.load,
+        backend=backend,
+        correct=error < WRONG,
+        note="" if error < WRONG else f"wrong: {error:.3g}",
+        choice=choice,
+        error=error if error < float("inf") else None,
+        floor_us=floor,
+    )
+    if not line.correct:
+        return line
+    us = _time(layer)
+    return replace(line, us=us, share=floor / us)
+
+
+def _time(layer: backends.Layer) -> float:
+    calls = [lambda index=index: layer(index) for index in range(LAYERS)]
+    return graph_us(calls, replays=REPLAYS, warmup=2).p50
+
+
+def candidates(case: ExpertCase) -> Iterator[Choice]:
+    """Cuts worth trying for a case, the rule's first."""
+    first = default_choice(case.shape, case.rows)
+    yield first
+    for tokens in (16, 32, 64):
+        if not case.rows // 2 <= tokens <= max(16, 4 * case.rows):
+            continue
+        for narrow in (True, False):
+            for split in (1, 2, 4):
+                stages = {16: 6, 32: 5, 64: 4 if narrow else 5}[tokens]
+                made = Choice(tokens=tokens, stages=stages, narrow=narrow, split=split)
+                if made != first and case.shape.hidden // 128 % split == 0:
+                    yield made
+
+
+def _best_choice(case: ExpertCase, inputs: Inputs, chain: Chain) -> Choice:
+    """The fastest right cut."""
+    found = {}
+    for choice in candidates(case):
+        layer = backends.triton_layer(inputs, chain, choice)
+        inputs.out.fill_(torch.nan)
+        layer(0)
+        if error_of(inputs) < WRONG:
+            found[choice] = _time(layer)
+            log.info("%s: %.1f us", choice, found[choice])
+    return min(found, key=found.__getitem__, default=default_choice(case.shape, case.rows))
+
+
+def _remember(case: ExpertCase, lines: list[Line], device: torch.device) -> None:
+    """Write the faster backend, and how ours was cut, into this machine's table."""
+    timed = [line for line in lines if line.us is not None and line.correct]
+    if not timed:
+        return
+    best = min(timed, key=lambda line: line.us or 0.0)
+    choice = lines[0].choice or default_choice(case.shape, case.rows)
+    choice = replace(choice, backend="deepgemm" if best.backend == "deepgemm" else "triton_gemm")
+    path = tuned_path(device)
+    table = load_table(path)
+    entries = {**table.get(case.shape.key, {}), bucket(case.rows): choice}
+    save_table(path, {**table, case.shape.key: entries})
+    log.info("%s: %s rows: %s", path, bucket(case.rows), choice)
