@@ -167,10 +167,10 @@ class RunConfig:
     record_routing: bool = False
     """Write the routes of every distinct batch to routing.safetensors in the run's folder, a trace
     that ``routing.path`` and ``experts.load`` read."""
-    align: Literal["auto", "nvshmem", "none"] = "auto"
+    align: Literal["none", "auto", "nvshmem"] = "none"
     """Line the ranks up on the GPU before each timed region, so that stage times hold the moving of
-    bytes and not the wait for a late peer. auto = an NVSHMEM barrier where each rank has a GPU or
-    an MPS share of its own, else none; the result says which."""
+    bytes and not the wait for a late peer: by an NVSHMEM barrier. auto = where each rank has a GPU
+    or an MPS share of its own, else none; the result says which."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
