@@ -62,7 +62,7 @@ def _group_quant_kernel(
     values = tl.load(x + (row * row_stride)[:, None] + column, mask=real, other=0.0)
     if PDL:
         gdc_launch_dependents()
-    value, scale = quantize_groups(values.to(tl.float32), UE8M0, RAW)
+    value, scale = quantize_groups(values.to(tl.float32), UE8M0)
     tl.store(data + (row * SIZE)[:, None] + column, value, mask=real)
     # A lane past the last row gets the scale of a zero row: no reader meets stale memory.
     live = (row < lanes) & (group < WIDTH)

@@ -1,7 +1,6 @@
-"""Received rows -> rows sorted by local expert for the contiguous grouped GEMM.
+"""Received rows -> rows sorted by local expert for the contiguous grouped GEMM, and back.
 
-Does not wait for the host: shapes are the worst case, the work follows the rows there are. The way
-back is unpack_weighted.
+Neither waits for the host: shapes are the worst case, the work follows the rows there are.
 """
 
 from __future__ import annotations
@@ -15,76 +14,19 @@ from epdecode.batch import Fp8Rows, Rows
 from epdecode.kernels.checks import check
 from epdecode.kernels.launch import early_launch, launch_options, persistent_programs, power_of_two
 from epdecode.kernels.place_routes import Places
-from epdecode.kernels.unpack import unpack_weighted as unpack_weighted
-from epdecode.kernels.unpack import unpack_weighted_ref as unpack_weighted_ref
 
 BLOCK = 1024
-"""32-bit words one step of a program takes."""
-SCALE_ROWS = 32
-"""Packed rows whose scales one step moves: 128 bytes of a column."""
+"""Values (32-bit words in pack, bfloat16 in unpack_weighted) one step of a program takes."""
 
 
 @triton.jit
-def _copy_row(
-    source,
-    target,
-    row_map,
-    item,
-    K: tl.constexpr,
-    SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
-) -> None:
-    """One piece of a received row to all its places."""
-    CHUNKS: tl.constexpr = (SIZE + BLOCK - 1) // BLOCK
-    row = (item // CHUNKS).to(tl.int64)
-    column = (item % CHUNKS) * BLOCK + tl.arange(0, BLOCK)
-    value = tl.load(source + row * SIZE + column, mask=column < SIZE)
-    # All places before the first store: the compiler cannot know that stores spare the map.
-    places = ()
-    for slot in tl.static_range(K):
-        place = tl.load(row_map + row * K + slot).to(tl.int64)
-        places = places + (place,)  # type: ignore[assignment]
-    for slot in tl.static_range(K):
-        to = places[slot]  # type: ignore[var-annotated]
-        tl.store(target + to * SIZE + column, value, mask=(to >= 0) & (column < SIZE))
-
-
-@triton.jit
-def _copy_scales(
-    source,
-    target,
-    source_rows,
-    first,
-    num_rows,
-    row_stride,
-    word_stride,
-    to_row_stride,
-    to_word_stride,
-    WORDS: tl.constexpr,
-    WORD_LANES: tl.constexpr,
-    ROWS: tl.constexpr,
-) -> None:
-    """All scales of ROWS packed rows: their rows are neighbours in the GEMM's layout."""
-    row = first + tl.arange(0, ROWS)
-    come = tl.load(source_rows + row, mask=row < num_rows, other=-1).to(tl.int64)
-    word = tl.arange(0, WORD_LANES)
-    real = (come >= 0)[:, None] & (word < WORDS)[None, :]
-    at = (come * row_stride)[:, None] + (word * word_stride)[None, :]
-    scale = tl.load(source + at, mask=real)
-    to = (row.to(tl.int64) * to_row_stride)[:, None] + (word * to_word_stride)[None, :]
-    tl.store(target + to, scale, mask=real)
-
-
-@triton.jit
-def _pack_kernel(
+def _copy_kernel(
     source,
     source_scales,
     target,
     target_scales,
     row_map,
-    source_rows,
     num_received,
-    num_rows,
     scale_row_stride,
     scale_word_stride,
     to_row_stride,
@@ -94,35 +36,67 @@ def _pack_kernel(
     BLOCK: tl.constexpr,
     WORDS: tl.constexpr,
     WORD_LANES: tl.constexpr,
-    SCALE_ROWS: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    CHUNKS: tl.constexpr = (SIZE + BLOCK - 1) // BLOCK
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    pieces = tl.load(num_received) * ((SIZE + BLOCK - 1) // BLOCK)
+    items = tl.load(num_received) * CHUNKS
     item = tl.program_id(0)
-    while item < pieces:
-        _copy_row(source, target, row_map, item, K, SIZE, BLOCK)
-        item += tl.num_programs(0)
-    if WORDS:
-        first = (item - pieces) * SCALE_ROWS
-        while first < num_rows:
-            _copy_scales(
-                source_scales,
-                target_scales,
-                source_rows,
-                first,
-                num_rows,
-                scale_row_stride,
-                scale_word_stride,
-                to_row_stride,
-                to_word_stride,
-                WORDS,
-                WORD_LANES,
-                SCALE_ROWS,
+    word = tl.arange(0, WORD_LANES)
+    while item < items:
+        row = (item // CHUNKS).to(tl.int64)
+        column = (item % CHUNKS) * BLOCK + tl.arange(0, BLOCK)
+        value = tl.load(source + row * SIZE + column, mask=column < SIZE)
+        if WORDS:
+            here = (word < WORDS) & (item % CHUNKS == 0)
+            scale = tl.load(
+                source_scales + row * scale_row_stride + word * scale_word_stride, mask=here
             )
-            first += tl.num_programs(0) * SCALE_ROWS
+        # All places before the first store: the compiler cannot know that stores spare the map.
+        places = ()
+        for slot in tl.static_range(K):
+            place = tl.load(row_map + row * K + slot).to(tl.int64)
+            places = places + (place,)  # type: ignore[assignment]
+        for slot in tl.static_range(K):
+            to = places[slot]  # type: ignore[var-annotated]
+            tl.store(target + to * SIZE + column, value, mask=(to >= 0) & (column < SIZE))
+            if WORDS:
+                at = target_scales + to * to_row_stride + word * to_word_stride
+                tl.store(at, scale, mask=here & (to >= 0))
+        item += tl.num_programs(0)
+
+
+@triton.jit
+def _unpack_kernel(
+    rows,
+    row_map,
+    weights,
+    out,
+    num_received,
+    K: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    CHUNKS: tl.constexpr = (SIZE + BLOCK - 1) // BLOCK
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    items = tl.load(num_received) * CHUNKS
+    item = tl.program_id(0)
+    while item < items:
+        row = (item // CHUNKS).to(tl.int64)
+        column = (item % CHUNKS) * BLOCK + tl.arange(0, BLOCK)
+        total = tl.zeros((BLOCK,), tl.float32)
+        for slot in tl.static_range(K):
+            at = tl.load(row_map + row * K + slot).to(tl.int64)
+            weight = tl.load(weights + row * K + slot, mask=at >= 0, other=0.0)
+            value = tl.load(rows + at * SIZE + column, mask=(at >= 0) & (column < SIZE), other=0.0)
+            total += value.to(tl.float32) * weight
+        tl.store(out + row * SIZE + column, total.to(tl.bfloat16), mask=column < SIZE)
+        item += tl.num_programs(0)
 
 
 def pack(rows: Rows, places: Places, out: Rows) -> Rows:
@@ -145,16 +119,14 @@ def _copy(rows: Rows, places: Places, out: Rows) -> None:
     scales = rows.scales if isinstance(rows, Fp8Rows) else source
     to_scales = out.scales if isinstance(out, Fp8Rows) else target
     words = scales.shape[1] if isinstance(rows, Fp8Rows) else 0
-    items = received * -(-size // BLOCK) + (-(-places.labels.numel() // SCALE_ROWS) if words else 0)
-    _pack_kernel[(persistent_programs(source.device, 8, items),)](
+    items = received * -(-size // BLOCK)
+    _copy_kernel[(persistent_programs(source.device, 8, items),)](
         source,
         scales,
         target,
         to_scales,
         places.row_map,
-        places.source_rows,
         places.num_received,
-        places.labels.numel(),
         scales.stride(0),
         scales.stride(1),
         to_scales.stride(0),
@@ -164,11 +136,39 @@ def _copy(rows: Rows, places: Places, out: Rows) -> None:
         BLOCK=BLOCK,
         WORDS=words,
         WORD_LANES=power_of_two(words),
-        SCALE_ROWS=SCALE_ROWS,
         PDL=early_launch(source.device),
         num_warps=4,
         **launch_options(source.device),
     )
+
+
+def unpack_weighted(
+    rows: torch.Tensor, places: Places, topk_weights: torch.Tensor, out: torch.Tensor
+) -> torch.Tensor:
+    """rows bfloat16 [R, H] of the experts -> out bfloat16 [R0, H], weighted sums in float32.
+
+    topk_weights: float32 [R0, K]; the weight of a slot without an expert is never read. Rows of
+    ``out`` after the last received one with an expert are not written.
+    """
+    _check_unpack(rows, places, topk_weights, out)
+    received, top_k = places.row_map.shape
+    size = rows.shape[1]
+    items = received * -(-size // BLOCK)
+    if items:
+        _unpack_kernel[(persistent_programs(rows.device, 8, items),)](
+            rows,
+            places.row_map,
+            topk_weights,
+            out,
+            places.num_received,
+            K=top_k,
+            SIZE=size,
+            BLOCK=BLOCK,
+            PDL=early_launch(rows.device),
+            num_warps=4,
+            **launch_options(rows.device),
+        )
+    return out
 
 
 def pack_ref(rows: Rows, places: Places, out: Rows) -> Rows:
@@ -179,6 +179,21 @@ def pack_ref(rows: Rows, places: Places, out: Rows) -> Rows:
     _words(out)[to] = _words(rows)[row]
     if isinstance(rows, Fp8Rows) and isinstance(out, Fp8Rows):
         out.scales[to] = rows.scales[row]
+    return out
+
+
+def unpack_weighted_ref(
+    rows: torch.Tensor, places: Places, topk_weights: torch.Tensor, out: torch.Tensor
+) -> torch.Tensor:
+    """``unpack_weighted`` in plain torch; synchronises with the host."""
+    _check_unpack(rows, places, topk_weights, out)
+    total = torch.zeros(out.shape, dtype=torch.float32, device=out.device)
+    for slot in range(places.row_map.shape[1]):
+        at = places.row_map[:, slot].long()
+        row = (at >= 0).nonzero().squeeze(1)
+        total[row] += rows[at[row]].float() * topk_weights[row, slot, None]
+    received = int(places.num_received)
+    out[:received] = total[:received].to(torch.bfloat16)
     return out
 
 
@@ -201,6 +216,22 @@ def _check_pack(rows: Rows, places: Places, out: Rows) -> None:
         check(got == words, op, "out.scales' shape", got, str(words))
         dtype = rows.scales.dtype
         check(out.scales.dtype == dtype, op, "out.scales' dtype", out.scales.dtype, str(dtype))
+
+
+def _check_unpack(
+    rows: torch.Tensor, places: Places, topk_weights: torch.Tensor, out: torch.Tensor
+) -> None:
+    op = "unpack_weighted"
+    received = places.row_map.shape[0]
+    wanted = {
+        "rows": (rows, torch.bfloat16, (places.labels.numel(), out.shape[1])),
+        "topk_weights": (topk_weights, torch.float32, tuple(places.row_map.shape)),
+        "out": (out, torch.bfloat16, (received, out.shape[1])),
+    }
+    for name, (tensor, dtype, shape) in wanted.items():
+        check(tensor.dtype == dtype, op, f"{name}'s dtype", tensor.dtype, str(dtype))
+        check(tuple(tensor.shape) == shape, op, f"{name}'s shape", tuple(tensor.shape), str(shape))
+        check(tensor.is_contiguous(), op, f"{name}'s stride", tensor.stride(), "contiguous")
 
 
 def _data(rows: Rows) -> torch.Tensor:

@@ -31,7 +31,6 @@ class Places:
 
     labels: int32 [R], local expert, -1 in gaps and the tail. counts: int32 [E].
     row_map: int32 [R0, K], the packed row of route (row, slot), -1 where it has no expert.
-    source_rows: int32 [R], the received row that each packed row is a copy of, -1 in gaps.
     num_received: int32 [1], one past the last received row that has an expert.
     scratch: int32 [slices, E + 1], counts of each slice of routes and its last real one.
     """
@@ -39,7 +38,6 @@ class Places:
     labels: torch.Tensor
     counts: torch.Tensor
     row_map: torch.Tensor
-    source_rows: torch.Tensor
     num_received: torch.Tensor
     scratch: torch.Tensor
 
@@ -81,7 +79,6 @@ def _place_kernel(
     topk_ids,
     scratch,
     row_map,
-    source_rows,
     labels,
     counts,
     num_received,
@@ -127,7 +124,6 @@ def _place_kernel(
         fits = (tl.sum(hit, 1) > 0) & (position < num_rows)
         position = tl.where(fits, position, -1)
         tl.store(row_map + route, position, mask=route < end)
-        tl.store(source_rows + position, route // top_k, mask=(route < end) & (position >= 0))
         at += tl.sum(hit, 0)
         start += STEP
 
@@ -137,7 +133,6 @@ def _place_kernel(
         inside = (place[:, None] >= first[None, :]) & (place[:, None] < (first + count)[None, :])
         label = tl.sum(tl.where(inside, expert[None, :] + 1, 0), 1) - 1
         tl.store(labels + place, label, mask=place < num_rows)
-        tl.store(source_rows + place, label, mask=(place < num_rows) & (label < 0))
         row += programs * STEP
     if program == 0:
         tl.store(counts + expert, count, mask=expert < num_experts)
@@ -166,7 +161,6 @@ def empty_places(
         labels=ints(num_rows),
         counts=ints(num_experts),
         row_map=ints(received, top_k),
-        source_rows=ints(num_rows),
         num_received=ints(1),
         scratch=ints(slices, num_experts + 1),
     )
@@ -202,7 +196,6 @@ def place_routes(topk_ids: torch.Tensor, alignment: int, out: Places) -> Places:
         topk_ids,
         out.scratch,
         out.row_map,
-        out.source_rows,
         out.labels,
         out.counts,
         out.num_received,
@@ -238,10 +231,7 @@ def place_routes_ref(topk_ids: torch.Tensor, alignment: int, out: Places) -> Pla
     place = torch.arange(len(order), device=ids.device) + shift[expert[order]]
     out.row_map.fill_(-1).flatten()[route[order]] = torch.where(place < num_rows, place, -1).int()
     out.labels.fill_(-1)
-    fits = place < num_rows
-    out.labels[place[fits]] = expert[order][fits].int()
-    out.source_rows.fill_(-1)
-    out.source_rows[place[fits]] = (route[order][fits] // topk_ids.shape[1]).int()
+    out.labels[place[place < num_rows]] = expert[order][place < num_rows].int()
     out.counts.copy_(counts)
     rows_used = good.view(topk_ids.shape).any(1).nonzero()
     out.num_received.fill_(int(rows_used.max()) + 1 if rows_used.numel() else 0)

@@ -15,18 +15,6 @@ LOG2_E = 1.4426950408889634
 
 
 @triton.jit
-def low_half(word) -> tl.tensor:
-    """The first of two bfloat16 in an int32, as float32."""
-    return (word << 16).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def high_half(word) -> tl.tensor:
-    """The second of two bfloat16 in an int32, as float32."""
-    return (word & -65536).to(tl.float32, bitcast=True)
-
-
-@triton.jit
 def sigmoid(x) -> tl.tensor:
     """1 / (1 + exp(-x)), float32; 0 where exp overflows."""
     root = tl.rsqrt(1.0 + tl.exp2(x * -1.4426950408889634))
@@ -51,65 +39,22 @@ def silu_mul_ref(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 
 
 @triton.jit
-def _reciprocal(x) -> tl.tensor:
-    """About 1 / x, float32, one instruction."""
-    return tl.inline_asm_elementwise(
-        "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
-    )
-
-
-@triton.jit
-def _scale_of(amax, RAW: tl.constexpr) -> tl.tensor:
-    """amax / 448, correctly rounded."""
-    if RAW:
-        # The steps of the exact division, without its tests for operands that amax cannot be.
-        scale = amax * 0.0022321429569274187
-        scale = tl.fma(tl.fma(scale, -448.0, amax), 0.0022321429569274187, scale)
-    else:
-        scale = tl.div_rn(amax, 448.0)
-    return scale
-
-
-@triton.jit
-def _factor_of(amax, RAW: tl.constexpr) -> tl.tensor:
-    """448 / amax, correctly rounded."""
-    if RAW:
-        # As above, on amax / 256, whose reciprocal is a normal number for every bfloat16.
-        part = amax * 0.00390625
-        inverse = _reciprocal(part)
-        inverse = tl.fma(tl.fma(-part, inverse, 1.0), inverse, inverse)
-        factor = inverse * 1.75
-        factor = tl.fma(tl.fma(-part, factor, 1.75), inverse, factor)
-    else:
-        factor = tl.div_rn(448.0, amax)
-    return factor
-
-
-@triton.jit
-def group_scale(
-    amax, UE8M0: tl.constexpr, RAW: tl.constexpr = False
-) -> tuple[tl.tensor, tl.tensor]:
-    """(what is stored, factor for the data) per group: float32 scale, or its exponent as a byte.
-
-    RAW: on the GPU; the same bits either way.
-    """
+def group_scale(amax, UE8M0: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
+    """(what is stored, factor for the data) per group: float32 scale, or its exponent as a byte."""
     amax = tl.maximum(amax, 1e-4)
-    scale = _scale_of(amax, RAW)
+    scale = tl.div_rn(amax, 448.0)
     if UE8M0:
         exponent = (scale.to(tl.int32, bitcast=True) + 0x7FFFFF) >> 23
         factor = tl.maximum(254 - exponent, 0) << 23
         return exponent.to(tl.uint8), factor.to(tl.float32, bitcast=True)
     else:  # noqa: RET505, the compiler must not see both returns
-        return scale, _factor_of(amax, RAW)
+        return scale, tl.div_rn(448.0, amax)
 
 
 @triton.jit
-def quantize_groups(
-    values, UE8M0: tl.constexpr, RAW: tl.constexpr = False
-) -> tuple[tl.tensor, tl.tensor]:
-    """values float32 [N, 128] -> (e4m3 [N, 128], scale [N]: float32, or uint8 exponents).
-
-    No clamp of its own: a product exceeds 448 by its rounding at most, and the cast saturates.
-    """
-    scale, factor = group_scale(tl.max(tl.abs(values), 1), UE8M0, RAW)
-    return (values * factor[:, None]).to(tl.float8e4nv), scale
+def quantize_groups(values, UE8M0: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
+    """values float32 [N, 128] -> (e4m3 [N, 128], scale [N]: float32, or uint8 exponents)."""
+    scale, factor = group_scale(tl.max(tl.abs(values), 1), UE8M0)
+    scaled = values * factor[:, None]
+    scaled = tl.clamp(scaled, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
+    return scaled.to(tl.float8e4nv), scale

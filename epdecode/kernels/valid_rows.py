@@ -93,19 +93,9 @@ def find_groups(
     )
     flat = item * TILE + tl.arange(0, TILE)
     first = item * TILE // WIDTH
-    row, scale_row = find_row(
-        first,
-        count,
-        ends,
-        capacity,
-        scale_expert_stride,
-        scale_row_stride,
-        ALIGNMENT,
-        CHUNKS,
-    )
-    row += tl.zeros((TILE,), tl.int64)
-    scale_row += tl.zeros((TILE,), tl.int64)
-    for step in tl.static_range(1, ROWS):
+    row = tl.zeros((TILE,), tl.int64)
+    scale_row = tl.zeros((TILE,), tl.int64)
+    for step in tl.static_range(ROWS):
         at, scale_at = find_row(
             first + step,
             count,

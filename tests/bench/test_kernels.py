@@ -22,7 +22,7 @@ from epdecode.bench.cases import (
 from epdecode.bench.kernel_shapes import default_shapes, shrunk
 from epdecode.bench.kernels import parse_shape
 from epdecode.errors import ConfigError, EnvironmentFault, Exit
-from epdecode.kernels.fp8 import quantize_ref
+from epdecode.kernels.fp8 import mn_major_scales, quantize_ref
 
 
 @pytest.fixture
@@ -131,6 +131,18 @@ def test_a_difference_of_one_byte_is_seen_when_exact():
     changed = Fp8Rows(data.view(torch.float8_e4m3fn), rows.scales)
     assert quantized_difference(rows, rows, exact=True) == ""
     assert quantized_difference(changed, rows, exact=True) == "data differ"
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 128), (1, 64, 128), (2, 5, 384), (1, 1, 640)])
+@pytest.mark.parametrize("scale_format", ["fp32", "ue8m0"])
+def test_column_major_scales_are_compared_to_the_byte(shape, scale_format):
+    rows = quantize_ref(torch.randn(shape), scale_format)
+    experts, capacity, size = shape
+    column = mn_major_scales(experts, capacity, size // 128, scale_format)
+    got, want = (Fp8Rows(rows.data, column.clone().copy_(rows.scales)) for _ in range(2))
+    assert quantized_difference(got, want, exact=True) == ""
+    got.scales[-1, -1, -1] *= 2
+    assert quantized_difference(got, want, exact=True) == "scales differ"
 
 
 def test_wrong_scales_are_seen_without_a_gpu_too():

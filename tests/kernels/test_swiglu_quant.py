@@ -158,7 +158,6 @@ def test_zero_capacity_launches_nothing(device):
         ({"x": torch.zeros(2, 4, 256)}, "gate_up's dtype is torch.float32; accepted: bfloat16"),
         ({"x": torch.zeros(2, 8, 256).bfloat16()[:, ::2]}, "gate_up's stride"),
         ({"x": torch.zeros(8, 256).bfloat16()}, "gate_up's rank is 2"),
-        ({"x": torch.zeros(2049).bfloat16()[1:].view(2, 4, 256)}, "gate_up's address"),
         ({"counts": torch.zeros(2, dtype=torch.int64)}, "counts' dtype is torch.int64"),
         ({"counts": torch.zeros(3, dtype=torch.int32)}, "counts' shape"),
         ({"out": empty_out(2, 5, 128, device="cpu")}, "out.data's shape"),
