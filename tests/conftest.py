@@ -31,7 +31,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     wanted = config.getoption("--gpu")
     skip = pytest.mark.skip(reason="needs --gpu" if not wanted else "no gpu mark")
     for item in items:
-        if ("gpu" in item.keywords) != bool(wanted):
+        if (item.get_closest_marker("gpu") is not None) != bool(wanted):
             item.add_marker(skip)
 
 
