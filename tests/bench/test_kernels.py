@@ -11,7 +11,7 @@ import typer
 from typer.testing import CliRunner
 
 from epdecode.batch import Fp8Rows
-from epdecode.bench import kernel_cases, kernels, timing
+from epdecode.bench import command, kernel_cases, kernels, timing
 from epdecode.bench.cases import (
     Built,
     Case,
@@ -160,3 +160,9 @@ def test_cold_sets_exceed_the_cache_and_stay_bounded():
 def test_timing_without_a_gpu_is_refused():
     with pytest.raises(EnvironmentFault, match="timing needs a CUDA GPU"):
         timing.measure_streams()
+
+
+def test_bench_has_the_kernels_command():
+    result = CliRunner().invoke(command.app, ["kernels", "--only", "rms_norm", "--json"])
+    assert result.exit_code == Exit.OK
+    assert json.loads(result.stdout)["lines"][0]["op"] == "rms_norm"

@@ -1,0 +1,19 @@
+"""`epdecode bench`: its sub-commands."""
+
+from __future__ import annotations
+
+import typer
+
+from epdecode.bench.kernels import kernels
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command("kernels")(kernels)
+
+
+@app.callback()
+def bench() -> None:
+    """Measure the product's parts apart from the layer, each beside its floor."""
