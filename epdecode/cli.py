@@ -35,6 +35,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "epdecode.routing_cli:app",
         "Look at recorded routes: imbalance per layer and rank, as a table and a picture.",
     ),
+    "bench": (
+        "epdecode.bench.command:app",
+        "Measure kernels, experts and what each improvement is worth, beside their floors.",
+    ),
     "launch": ("epdecode.launch:app", "Write or submit a Slurm job that fits a config."),
     "status": ("epdecode.status:status_command", "Say how a run is doing, or how it ended."),
 }

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import typer
 
+from epdecode.bench.experts import experts
 from epdecode.bench.kernels import kernels
+from epdecode.bench.ladder import ladder
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -12,6 +14,8 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command("kernels")(kernels)
+app.command("experts")(experts)
+app.command("ladder")(ladder)
 
 
 @app.callback()
