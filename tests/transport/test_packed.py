@@ -7,9 +7,11 @@ import torch
 
 from epdecode.batch import Route
 from epdecode.errors import ConfigError, UserError
+from epdecode.kernels.fp8 import quantize_ref
 from epdecode.kernels.place_routes import most_packed_rows
 from epdecode.plan import Plan, make_plan
 from epdecode.transport import PACKED_MEMBERS, build_transport
+from epdecode.transport.packing import KERNELS, PLAIN, Packer, Received
 from epdecode.verify import row_errors
 from epdecode.world import World
 from tests.ranks import RankFailed, run_ranks
@@ -151,3 +153,44 @@ def test_a_worst_case_that_cannot_fit_is_refused() -> None:
 
 def test_members_are_listed() -> None:
     assert set(PACKED_MEMBERS) == {"torch_a2a", "deepep_ht"}
+
+
+def received_rows(plan: Plan, real: int, device: torch.device) -> Received:
+    """``real`` rows with local ids and holes; the tail holds NaN and has no expert."""
+    rows, hidden, top_k = plan.transport.received_rows, plan.model.hidden, plan.model.top_k
+    x = torch.randn(rows, hidden, device=device).to(torch.bfloat16)
+    ids = torch.rand(rows, plan.num_local_experts, device=device).argsort(1)[:, :top_k]
+    weights = torch.rand(rows, top_k, device=device)
+    hole = torch.rand(rows, top_k, device=device) < 0.3
+    hole[real:] = True
+    ids, weights = torch.where(hole, -1, ids), torch.where(hole, NAN, weights)
+    x[real:] = NAN
+    sent = quantize_ref(x) if plan.transport.wire == "fp8" else x
+    return Received(sent, ids, weights)
+
+
+def packed_and_back(
+    plan: Plan, ops: object, received: Received, device: torch.device
+) -> tuple[torch.Tensor, ...]:
+    """Valid rows, labels, counts and the weighted sums of rows with an expert."""
+    packer = Packer(plan, device)
+    packer._ops, packer._reduce = ops, ops.reduce
+    batch = packer.pack(received, 4)
+    real = batch.labels >= 0
+    rows = torch.where(real[:, None], values(batch), NAN).to(torch.bfloat16)
+    sums = packer.unpack(rows, batch.handle)
+    used = (received.topk_ids >= 0).any(1)
+    return values(batch)[real], batch.labels, batch.counts, sums[used]
+
+
+@pytest.mark.parametrize("real", [0, 1, 7, 16])
+@pytest.mark.parametrize("wire", ["fp8", "bf16"])
+def test_the_kernels_pack_as_plain_torch_does(wire: str, real: int, device: torch.device) -> None:
+    plan = packed_plan("torch_a2a", 2, f"transport.wire={wire}")
+    received = received_rows(plan, real, device)
+    plain = packed_and_back(plan, PLAIN, received, device)
+    fast = packed_and_back(plan, KERNELS, received, device)
+    for name, one, other in zip(("rows", "labels", "counts"), fast, plain, strict=False):
+        assert torch.equal(one, other), name
+    # The interpreter truncates where hardware rounds to bfloat16.
+    torch.testing.assert_close(fast[3], plain[3], rtol=2**-7, atol=1e-6)
