@@ -18,6 +18,7 @@ from epdecode.errors import ConfigError
 from epdecode.save import atomic_write
 
 SCHEMA = "epdecode.expert_choice/1"
+Backend = Literal["triton_gemm", "deepgemm"]
 ROWS = (1, 4, 8, 16, 32, 64, 128, 256)
 """Rows per expert that a table has an entry for; a load takes the first that is not below it."""
 
@@ -38,14 +39,13 @@ class ExpertShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """A backend and how it cuts its work; the last five are triton_gemm's, see ChainTile."""
+    """A backend, and how triton_gemm cuts its work: see ChainTile."""
 
-    backend: Literal["triton_gemm", "deepgemm"] = "triton_gemm"
+    backend: Backend = "triton_gemm"
     tokens: int = 16
     parts: int = 1
     stages: int = 6
     narrow: bool = True
-    split: int = 1
 
 
 Table = Mapping[str, Mapping[int, Choice]]
@@ -58,13 +58,19 @@ def bucket(rows: int) -> int:
 
 
 def default_choice(shape: ExpertShape, rows: int) -> Choice:
-    """The rule for a shape that no table has."""
+    """The rule for a shape that no table has, from one H200 (docs/expert_chain.md).
+
+    Above 64 rows tiles of 64 read the weights more than once: DeepGEMM's are larger.
+    """
     rows = bucket(rows)
     if rows <= 16:
         return Choice(tokens=16, stages=6)
     if rows <= 32:
         return Choice(tokens=32, stages=5)
-    return Choice(tokens=64, stages=4)
+    if rows <= 64 and shape.experts >= 16:
+        return Choice(tokens=64, stages=4)
+    backend: Backend = "triton_gemm" if rows <= 64 else "deepgemm"
+    return Choice(backend=backend, tokens=64, stages=5, narrow=False)
 
 
 def choose(shape: ExpertShape, rows: int, table: Table) -> Choice:

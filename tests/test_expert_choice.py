@@ -46,7 +46,7 @@ def test_a_table_outranks_the_rule_for_its_shape_and_load_only():
 
 
 def test_a_table_is_found_again(tmp_path):
-    table = {SHAPE.key: {16: Choice(tokens=32, split=2), 64: Choice(backend="deepgemm")}}
+    table = {SHAPE.key: {16: Choice(tokens=32, parts=2), 64: Choice(backend="deepgemm")}}
     path = tmp_path / "deep" / "table.json"
     save_table(path, table)
     assert load_table(path) == table

@@ -82,8 +82,8 @@ def print_table(lines: list[Line], streams: Streams) -> None:
 
 
 def _cut(choice: Choice | None) -> str:
-    """tokens x parts, stages, n = narrow, / split."""
+    """tokens x parts, stages, n = narrow."""
     if choice is None:
         return ""
     narrow = "n" if choice.narrow else ""
-    return f"{choice.tokens}x{choice.parts} s{choice.stages}{narrow} /{choice.split}"
+    return f"{choice.tokens}x{choice.parts} s{choice.stages}{narrow}"

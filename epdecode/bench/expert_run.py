@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 from typing import TYPE_CHECKING
 
 import torch
@@ -92,17 +93,15 @@ def _time(layer: backends.Layer) -> float:
 
 def candidates(case: ExpertCase) -> Iterator[Choice]:
     """Cuts worth trying for a case, the rule's first."""
-    first = default_choice(case.shape, case.rows)
+    first = replace(default_choice(case.shape, case.rows), backend="triton_gemm")
     yield first
-    for tokens in (16, 32, 64):
-        if not case.rows // 2 <= tokens <= max(16, 4 * case.rows):
+    for tokens, parts, narrow in product((16, 32, 64), (1, 2), (True, False)):
+        if not case.rows // 2 <= tokens * parts <= max(16, 4 * case.rows):
             continue
-        for narrow in (True, False):
-            for split in (1, 2, 4):
-                stages = {16: 6, 32: 5, 64: 4 if narrow else 5}[tokens]
-                made = Choice(tokens=tokens, stages=stages, narrow=narrow, split=split)
-                if made != first and case.shape.hidden // 128 % split == 0:
-                    yield made
+        stages = {16: 6, 32: 5, 64: 4 if narrow else 5}[tokens] - (parts - 1)
+        made = Choice(tokens=tokens, parts=parts, stages=stages, narrow=narrow)
+        if made != first:
+            yield made
 
 
 def _best_choice(case: ExpertCase, inputs: Inputs, chain: Chain) -> Choice:

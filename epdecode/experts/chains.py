@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+import triton
 
 from epdecode.batch import ExpertWeights, Fp8Rows, Mark, Rows
 from epdecode.expert_choice import Choice, ExpertShape
@@ -14,6 +16,9 @@ from epdecode.kernels.fp8 import mn_major_scales, num_groups
 from epdecode.kernels.grouped_gemm import Tile, down, gate_up_swiglu
 
 log = logging.getLogger(__name__)
+
+LEAST_CAPACITY = 64
+"""Rows of the fused kernel's largest box: a block of an expert holds at least one."""
 
 Chain = Callable[[Rows, ExpertWeights, torch.Tensor, torch.Tensor, Choice, Mark], None]
 """chain(rows, weights, counts, out, choice, mark) writes the valid rows of out [E, M, H]."""
@@ -75,6 +80,7 @@ class FusedChain:
 
         self._run = expert_chain.expert_chain
         self._tile = expert_chain.ChainTile
+        self._may_be_narrow = chain.shape.size % 256 == 0
         self._space = expert_chain.empty_space(
             chain.shape.experts, chain.capacity, chain.shape.size, device
         )
@@ -96,8 +102,7 @@ class FusedChain:
             tokens=choice.tokens,
             parts=choice.parts,
             stages=choice.stages,
-            narrow=choice.narrow,
-            split=choice.split,
+            narrow=choice.narrow and self._may_be_narrow,
         )
         self._run(rows, weights, counts, self._space, out, tile)
         mark("down_gemm")
@@ -123,10 +128,21 @@ def why_not_fused(chain: ChainShape, device: torch.device) -> str:
         "weights are bfloat16": chain.fp8,
         "scales are packed exponents": not chain.packed_scales,
         f"hidden size {shape.hidden} is no multiple of 256": shape.hidden % 256 == 0,
-        f"expert size {shape.size} is no multiple of 256": shape.size % 256 == 0,
-        f"capacity {chain.capacity} is no multiple of 4": chain.capacity % 4 == 0,
+        f"expert size {shape.size} is no multiple of 128": shape.size % 128 == 0,
+        f"capacity {chain.capacity} is no multiple of 4 from {LEAST_CAPACITY} up": (
+            chain.capacity % 4 == 0 and chain.capacity >= LEAST_CAPACITY
+        ),
     }
-    return "; ".join(what for what, good in checks.items() if not good)
+    return "; ".join(what for what, good in checks.items() if not good) or _why_not_loadable()
+
+
+def _why_not_loadable() -> str:
+    """Gluon is young: other Triton versions may lack what the fused kernel is written with."""
+    try:
+        importlib.import_module("epdecode.kernels.expert_chain")
+    except ImportError as error:
+        return f"triton {triton.__version__}: {error}"
+    return ""
 
 
 def empty_fp8(shape: tuple[int, int, int], device: torch.device) -> Fp8Rows:

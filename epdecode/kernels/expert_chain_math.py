@@ -1,4 +1,8 @@
-"""Math warps of the fused expert chain: scaled accumulation, SwiGLU, quantisation, stores."""
+"""Math warps of the fused expert chain: scaled accumulation, SwiGLU, quantisation, stores.
+
+Two groups of four warps, each with 64 of every box's 128 weight rows, so that one's scaling
+overlaps the other's matrix products.
+"""
 
 import triton.language as tl
 from triton.experimental import gluon
@@ -9,23 +13,18 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from epdecode.kernels.expert_chain_load import (
-    advance,
-    fence_proxies,
-    give_back,
-    load_acquire,
-    take,
-)
+from epdecode.kernels.expert_chain_load import advance, fence_proxies, give_back, take
+from epdecode.kernels.expert_chain_shape import Cut, Ring
 from epdecode.kernels.quant_math import group_scale, silu_mul
 
 
 @gluon.jit
-def _row_scales(ring, box, cut, layout: gl.constexpr):
+def _row_scales(ring: Ring, box, cut: Cut, layout: gl.constexpr):
     return ring.scales.index(box).reshape([cut.LANES]).slice(0, cut.TOKENS).load(layout)
 
 
 @gluon.jit
-def _block_scale(ring, place, step, cut):
+def _block_scale(ring: Ring, place, step, cut: Cut):
     one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     words: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     flat = ring.block_scales._reinterpret(gl.float32, [2 * cut.SLOTS * cut.BLOCKS, 1], words)
@@ -33,7 +32,10 @@ def _block_scale(ring, place, step, cut):
 
 
 @gluon.jit
-def _both(a, b, ring, stage, box_a, box_b, scale_a, scale_b, cut, GROUP: gl.constexpr, mma: gl.constexpr):
+def _both(
+    a, b, ring: Ring, stage, box_a, box_b, scale_a, scale_b, cut: Cut,
+    GROUP: gl.constexpr, mma: gl.constexpr,
+):  # fmt: skip
     """a += this group's half of the first box of weights x rows, b += of the second."""
     layout: gl.constexpr = gl.SliceLayout(0, mma)
     zeros = gl.zeros([64, cut.TOKENS], gl.float32, layout=mma)
@@ -60,8 +62,11 @@ def _both(a, b, ring, stage, box_a, box_b, scale_a, scale_b, cut, GROUP: gl.cons
 
 
 @gluon.jit
-def _accumulate(ring, stage, phase, slot, start, cut, STEPS: gl.constexpr, GROUPS: gl.constexpr, GROUP: gl.constexpr, mma: gl.constexpr):
-    """Run a tile's K loop from block ``start``, GROUPS block scales a step.
+def _accumulate(
+    ring: Ring, stage, phase, slot, cut: Cut,
+    STEPS: gl.constexpr, GROUPS: gl.constexpr, GROUP: gl.constexpr, mma: gl.constexpr,
+):  # fmt: skip
+    """Run a tile's K loop, GROUPS block scales a step: (a, b) sums of each part.
 
     The second part is computed even where no rows came for it: a branch here would cost registers,
     and what it gives is never stored.
@@ -71,8 +76,8 @@ def _accumulate(ring, stage, phase, slot, start, cut, STEPS: gl.constexpr, GROUP
     a1 = a0
     b1 = b0
     for step in range(STEPS):
-        scale_a = _block_scale(ring, 2 * slot, start + step * GROUPS, cut)
-        scale_b = _block_scale(ring, 2 * slot + 1, start + step * GROUPS + GROUPS - 1, cut)
+        scale_a = _block_scale(ring, 2 * slot, step * GROUPS, cut)
+        scale_b = _block_scale(ring, 2 * slot + 1, step * GROUPS + GROUPS - 1, cut)
         box = stage * cut.BOXES
         second = box + (GROUPS - 1) * cut.PARTS
         mbarrier.wait(ring.full.index(stage), phase)
@@ -88,7 +93,7 @@ def _accumulate(ring, stage, phase, slot, start, cut, STEPS: gl.constexpr, GROUP
 
 
 @gluon.jit
-def _store(base, values, left, stride: gl.constexpr, cut):
+def _store(base, values, left, stride: gl.constexpr, cut: Cut):
     """values [64, TOKENS] transposed to ``base`` (token 0, column 0), the first ``left`` tokens."""
     wide: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     values = gl.convert_layout(values.permute((1, 0)), wide)
@@ -99,21 +104,9 @@ def _store(base, values, left, stride: gl.constexpr, cut):
 
 @gluon.jit
 def _activate(
-    gate,
-    up,
-    act,
-    act_scales,
-    expert,
-    token,
-    count,
-    column,
-    turn,
-    ring,
-    cut,
-    UE8M0: gl.constexpr,
-    GROUP: gl.constexpr,
-    mma: gl.constexpr,
-):
+    gate, up, act, act_scales, expert, token, count, column, turn, ring: Ring, cut: Cut,
+    GROUP: gl.constexpr, mma: gl.constexpr,
+):  # fmt: skip
     """silu(gate) * up, quantised over the tile's 128 columns, 64 here and 64 in the other group."""
     layout: gl.constexpr = gl.SliceLayout(0, mma)
     values = silu_mul(gate, up)
@@ -124,9 +117,7 @@ def _activate(
     mbarrier.arrive(ring.met, count=1)
     mbarrier.wait(ring.met, turn % 2)
     largest = gl.maximum(mine, ring.largest.index(place + 1 - GROUP).load(layout))
-    scale, factor = group_scale(largest, UE8M0)
-    if UE8M0:
-        scale = (scale.to(gl.int32) << 23).to(gl.float32, bitcast=True)
+    scale, factor = group_scale(largest, False)
     values = tl.clamp(values * factor[None, :], -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
     if GROUP == 0:
         at = token + gl.arange(0, cut.TOKENS, layout=layout)
@@ -137,7 +128,26 @@ def _activate(
 
 
 @gluon.jit
-def _write(a, b, out, expert, token, count, column, cut, GROUP: gl.constexpr):
+def _finish_up(
+    sums, act, act_scales, expert, token, count, column, turn, ring: Ring, cut: Cut,
+    GROUP: gl.constexpr, mma: gl.constexpr,
+):  # fmt: skip
+    _activate(
+        sums[0], sums[1], act, act_scales, expert, token, count, column, turn, ring, cut, GROUP, mma
+    )
+    turn += 1
+    if cut.PARTS == 2:  # noqa: SIM102, only the inner test is left at run time
+        if count - token > cut.TOKENS:
+            _activate(
+                sums[2], sums[3], act, act_scales, expert, token + cut.TOKENS, count, column, turn,
+                ring, cut, GROUP, mma,
+            )  # fmt: skip
+            turn += 1
+    return turn
+
+
+@gluon.jit
+def _write(a, b, out, expert, token, count, column, cut: Cut, GROUP: gl.constexpr):
     base = out + (expert.to(gl.int64) * cut.M + token) * cut.H + column * cut.DOWN_ROWS + 64 * GROUP
     if cut.NARROW:
         _store(base, (a + b).to(gl.bfloat16), count - token, cut.H, cut)
@@ -147,110 +157,43 @@ def _write(a, b, out, expert, token, count, column, cut, GROUP: gl.constexpr):
 
 
 @gluon.jit
-def _finish_up(sums, act, act_scales, expert, token, count, column, turn, ring, cut, UE8M0: gl.constexpr, GROUP: gl.constexpr, mma: gl.constexpr):
-    _activate(sums[0], sums[1], act, act_scales, expert, token, count, column, turn, ring, cut, UE8M0, GROUP, mma)
-    turn += 1
-    if cut.PARTS == 2:
-        if count - token > cut.TOKENS:
-            _activate(sums[2], sums[3], act, act_scales, expert, token + cut.TOKENS, count, column, turn, ring, cut, UE8M0, GROUP, mma)
-            turn += 1
-    return turn
-
-
-@gluon.jit
-def _finish_down(sums, out, expert, token, count, column, cut, GROUP: gl.constexpr):
+def _finish_down(sums, out, expert, token, count, column, cut: Cut, GROUP: gl.constexpr):
     _write(sums[0], sums[1], out, expert, token, count, column, cut, GROUP)
-    if cut.PARTS == 2:
+    if cut.PARTS == 2:  # noqa: SIM102, only the inner test is left at run time
         if count - token > cut.TOKENS:
             _write(sums[2], sums[3], out, expert, token + cut.TOKENS, count, column, cut, GROUP)
 
 
 @gluon.jit
-def _place(part: gl.constexpr, program, cut, GROUP: gl.constexpr, mma: gl.constexpr):
-    """Where a program leaves one of its partial sums: float32 [64, TOKENS] of this group."""
-    row = gl.arange(0, 64, layout=gl.SliceLayout(1, mma))
-    column = gl.arange(0, cut.TOKENS, layout=gl.SliceLayout(0, mma))
-    first = ((program * (2 * cut.PARTS) + part) * 2 + GROUP) * 64
-    return (first + row)[:, None] * cut.TOKENS + column[None, :]
-
-
-@gluon.jit
-def _give(sums, partials, given, busy, cut, GROUP: gl.constexpr, mma: gl.constexpr):
-    """Leave this part of K's sums to the program that has the last part."""
-    program = gl.program_id(0)
-    mine = busy + 2 * program + GROUP
-    while load_acquire(mine) != 0:
-        pass
-    # No thread may set the flag while another still waits for it to clear.
-    gl.thread_barrier()
-    for part in gl.static_range(2 * cut.PARTS):
-        gl.store(partials + _place(part, program, cut, GROUP, mma), sums[part])
-    gl.store(mine, 1)
-    gl.thread_barrier()
-    gl.atomic_xchg(given, program + 1, sem="release")
-
-
-@gluon.jit
-def _receive(sums, partials, given, busy, cut, GROUP: gl.constexpr, mma: gl.constexpr):
-    """Wait for another part's sums, add them and free their place."""
-    giver = load_acquire(given)
-    while giver == 0:
-        giver = load_acquire(given)
-    giver -= 1
-    a0, b0, a1, b1 = sums
-    a0 += gl.load(partials + _place(0, giver, cut, GROUP, mma), cache_modifier=".cg")
-    b0 += gl.load(partials + _place(1, giver, cut, GROUP, mma), cache_modifier=".cg")
-    if cut.PARTS == 2:
-        a1 += gl.load(partials + _place(2, giver, cut, GROUP, mma), cache_modifier=".cg")
-        b1 += gl.load(partials + _place(3, giver, cut, GROUP, mma), cache_modifier=".cg")
-    gl.thread_barrier()
-    gl.store(given, 0)
-    gl.atomic_xchg(busy + 2 * giver + GROUP, 0, sem="release")
-    return a0, b0, a1, b1
-
-
-@gluon.jit
-def consume(act, act_scales, ready, partials, given, busy, out, ring, cut, UE8M0: gl.constexpr, GROUP: gl.constexpr):
+def consume(act, act_scales, ready, out, ring: Ring, cut: Cut, GROUP: gl.constexpr) -> None:
     """Four warps: multiply half the weight rows of each tile, finish it and say so."""
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, cut.TOKENS, 32])
-    groups: gl.constexpr = 2 if cut.NARROW else 1
     stage = 0
     phase = 0
     slot = 0
     slot_phase = 0
     turn = 0
-    expert, column, tile, count, split = take(ring, slot, slot_phase)
+    expert, column, tile, count = take(ring, slot, slot_phase)
     while expert >= 0:
         mbarrier.wait(ring.scaled.index(slot), slot_phase)
         token = tile * cut.TILE
         if column >= cut.UP_COLUMNS:
             column -= cut.UP_COLUMNS
             sums, stage, phase = _accumulate(
-                ring, stage, phase, slot, 0, cut, cut.DOWN_STEPS, groups, GROUP, mma
+                ring, stage, phase, slot, cut, cut.DOWN_STEPS, cut.DOWN_GROUPS, GROUP, mma
             )
             give_back(ring, slot)
             _finish_down(sums, out, expert, token, count, column, cut, GROUP)
         else:
-            start = split * cut.UP_STEPS
             sums, stage, phase = _accumulate(
-                ring, stage, phase, slot, start, cut, cut.UP_STEPS, 1, GROUP, mma
+                ring, stage, phase, slot, cut, cut.UP_STEPS, 1, GROUP, mma
             )
             give_back(ring, slot)
-            rows = expert * cut.TILES_M + tile
-            if cut.SPLIT > 1:
-                meeting = given + (rows * cut.UP_COLUMNS + column) * (2 * cut.SPLIT - 2) + GROUP
-                if split < cut.SPLIT - 1:
-                    _give(sums, partials, meeting + 2 * split, busy, cut, GROUP, mma)
-                else:
-                    for part in range(cut.SPLIT - 1):
-                        sums = _receive(sums, partials, meeting + 2 * part, busy, cut, GROUP, mma)
-            if split == cut.SPLIT - 1:
-                turn = _finish_up(
-                    sums, act, act_scales, expert, token, count, column, turn, ring, cut, UE8M0,
-                    GROUP, mma,
-                )  # fmt: skip
-                fence_proxies()
-                gl.thread_barrier()
-                gl.atomic_add(ready + rows, 1, sem="release")
+            turn = _finish_up(
+                sums, act, act_scales, expert, token, count, column, turn, ring, cut, GROUP, mma
+            )
+            fence_proxies()
+            gl.thread_barrier()
+            gl.atomic_add(ready + expert * cut.TILES_M + tile, 1, sem="release")
         slot, slot_phase = advance(slot, slot_phase, cut.SLOTS)
-        expert, column, tile, count, split = take(ring, slot, slot_phase)
+        expert, column, tile, count = take(ring, slot, slot_phase)

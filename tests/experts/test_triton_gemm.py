@@ -131,7 +131,8 @@ def test_two_kernels_are_chosen_aloud_where_the_fused_one_cannot_run(caplog):
     [
         ({"fp8": False}, "weights are bfloat16"),
         ({"packed_scales": True}, "scales are packed"),
-        ({"capacity": 6}, "capacity 6 is no multiple of 4"),
+        ({"capacity": 66}, "capacity 66 is no multiple of 4"),
+        ({"capacity": 32}, "from 64 up"),
         ({}, ""),
     ],
 )
@@ -143,10 +144,9 @@ def test_why_not_fused(fields, reason, device):
 
 
 CUTS = [
-    Choice(tokens=tokens, parts=parts, stages=3, narrow=narrow, split=split)
-    for tokens, parts in ((16, 1), (64, 1), (16, 2))
+    Choice(tokens=tokens, parts=parts, stages=3, narrow=narrow)
+    for tokens, parts in ((16, 1), (32, 1), (64, 1), (16, 2), (64, 2))
     for narrow in (False, True)
-    for split in (1, 2, 4)
 ]
 
 

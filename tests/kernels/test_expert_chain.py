@@ -1,0 +1,98 @@
+"""The fused chain's program under a CPU stand-in for Gluon: right rows, no hang, clean counters.
+
+Speed, layouts and memory ordering need the GPU: tests/experts/test_triton_gemm.py --gpu.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from epdecode.batch import Fp8Rows
+from epdecode.kernels.fp8 import (
+    dequantize,
+    dequantize_block,
+    mn_major_scales,
+    quantize_block,
+    quantize_ref,
+)
+from tests.fakes.gluon import Machine, load_kernels
+from tests.fakes.gluon_memory import Descriptor, Pointer
+
+EXPERTS, CAPACITY, HIDDEN, SIZE = 3, 64, 512, 256
+
+
+def rows_of(counts):
+    """Quantised random rows; NaN past the counts."""
+    shape = (EXPERTS, CAPACITY, HIDDEN)
+    data = torch.full(shape, 0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    scales = mn_major_scales(EXPERTS, CAPACITY, HIDDEN // 128).fill_(torch.nan)
+    for expert, count in enumerate(counts):
+        made = quantize_ref(torch.randn(count, HIDDEN))
+        data[expert, :count], scales[expert, :count] = made.data, made.scales
+    return Fp8Rows(data, scales)
+
+
+def scale_matrix(scales):
+    return scales.transpose(1, 2).reshape(-1, CAPACITY)
+
+
+class Launch:
+    """One space and one set of weights, launched again and again."""
+
+    def __init__(self, tokens, parts, narrow):
+        self.tokens, self.parts, self.narrow = tokens, parts, narrow
+        self.gate_up = quantize_block(torch.randn(EXPERTS, 2 * SIZE, HIDDEN) / HIDDEN**0.5)
+        self.down = quantize_block(torch.randn(EXPERTS, HIDDEN, SIZE) / SIZE**0.5)
+        self.act = torch.zeros(EXPERTS, CAPACITY, SIZE).to(torch.float8_e4m3fn)
+        self.act_scales = torch.zeros(EXPERTS, SIZE // 128, CAPACITY)
+        self.tickets = torch.zeros(1, dtype=torch.int32)
+        self.ready = torch.zeros(EXPERTS * CAPACITY // 16, dtype=torch.int32)
+
+    def __call__(self, x, counts, programs):
+        """bfloat16 [E, M, H], 9 where nothing was written."""
+        out = torch.full((EXPERTS, CAPACITY, HIDDEN), 9.0, dtype=torch.bfloat16)
+        machine = Machine(programs, seed=sum(counts))
+        kernels = load_kernels(
+            machine, "expert_chain_shape.py", "expert_chain_load.py", "expert_chain_math.py",
+            "expert_chain.py",
+        )  # fmt: skip
+        box, lanes = (self.tokens, 128), (1, max(32, self.tokens))
+        machine.launch(
+            kernels._chain_kernel,
+            Descriptor(x.data.view(-1, HIDDEN), box),
+            Descriptor(scale_matrix(x.scales), lanes),
+            Descriptor(self.gate_up.data.view(-1, HIDDEN), (128, 128)),
+            Descriptor(self.act.view(-1, SIZE), box),
+            Descriptor(self.act_scales.view(-1, CAPACITY), lanes),
+            Descriptor(self.down.data.view(-1, SIZE), (128, 128)),
+            Pointer(self.gate_up.scales.view(-1)), Pointer(self.down.scales.view(-1)),
+            Pointer(torch.tensor(counts, dtype=torch.int32)),
+            Pointer(self.tickets), Pointer(self.ready), Pointer(self.act),
+            Pointer(self.act_scales), Pointer(out),
+            EXPERTS, 32, CAPACITY, HIDDEN, SIZE, self.tokens, self.parts, 3, self.narrow,
+        )  # fmt: skip
+        return out
+
+    def expected(self, x, expert, count):
+        head = Fp8Rows(x.data[expert, :count], x.scales[expert, :count])
+        gate_up, down = dequantize_block(self.gate_up)[expert], dequantize_block(self.down)[expert]
+        gate, up = (dequantize(head) @ gate_up.T).chunk(2, dim=-1)
+        act = dequantize(quantize_ref(torch.nn.functional.silu(gate) * up))
+        return act @ down.T
+
+
+@pytest.mark.parametrize("narrow", [False, True])
+@pytest.mark.parametrize(("tokens", "parts"), [(16, 1), (16, 2), (64, 1)])
+def test_the_program(tokens, parts, narrow):
+    launch = Launch(tokens, parts, narrow)
+    for counts, programs in (([7, 0, 40], 3), ([0, 0, 0], 2), ([64, 17, 1], 5), ([0, 33, 0], 40)):
+        x = rows_of(counts)
+        out = launch(x, counts, programs)
+        assert not launch.tickets.any()
+        assert not launch.ready.any()
+        for expert, count in enumerate(counts):
+            want = launch.expected(x, expert, count)
+            error = (out[expert, :count].float() - want).norm() / (want.norm() + 1e-9)
+            assert error < 0.02
+            assert (out[expert, count:] == 9.0).all()
