@@ -12,8 +12,8 @@ from typing import Any
 __version__ = "0.1.0"
 
 _EXPORTS = {
-    "load_config": "epdecode.config_load",
-    "load_model": "epdecode.config_load",
+    "load_config": "epdecode.config.load",
+    "load_model": "epdecode.config.load",
     "make_plan": "epdecode.plan",
     "make_route": "epdecode.router",
     "open_runtime": "epdecode.session",

@@ -20,13 +20,13 @@ from epdecode.layer import NORM_EPS, MoELayer
 from epdecode.ledger import Ledger
 from epdecode.plan import Plan
 from epdecode.router import ForcedRouter, GateRouter, Router, rule_of
-from epdecode.routing_load import Recorded
+from epdecode.routing.load import Recorded
 from epdecode.shared import SharedExpert, shared_maker
 from epdecode.sources import NO_SOURCES, Sources
 from epdecode.transport import Transport, build_transport
 from epdecode.transport.placed import place
-from epdecode.weight_source import Loading, load_weights
-from epdecode.weights import LayerWeights
+from epdecode.weights.seeded import LayerWeights
+from epdecode.weights.source import Loading, load_weights
 from epdecode.world import World
 
 

@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from epdecode.config import Config
-from epdecode.config_load import (
+from epdecode.config.load import (
     configs_dir,
     digest,
     find_preset,
@@ -32,15 +32,15 @@ COMMANDS: dict[str, tuple[str, str]] = {
     ),
     "env": ("epdecode.envinfo:env", "Print versions, GPUs, network and variables, for a report."),
     "routing": (
-        "epdecode.routing_cli:app",
+        "epdecode.routing.command:app",
         "Look at recorded routes: imbalance per layer and rank, as a table and a picture.",
     ),
     "bench": (
         "epdecode.bench.command:app",
         "Measure kernels, experts and what each improvement is worth, beside their floors.",
     ),
-    "launch": ("epdecode.launch:app", "Write or submit a Slurm job that fits a config."),
-    "status": ("epdecode.status:status_command", "Say how a run is doing, or how it ended."),
+    "launch": ("epdecode.launch.command:app", "Write or submit a Slurm job that fits a config."),
+    "status": ("epdecode.result.status:status_command", "Say how a run is doing, or how it ended."),
 }
 
 app = typer.Typer(
@@ -93,9 +93,9 @@ def plan(  # noqa: PLR0913 - each one is a command-line option
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Placement, buffer bytes, memory and floors of a run, without a GPU; checks every limit."""
-    from epdecode.placement_study import render_study, study, usual_counts
     from epdecode.plan import make_plan, render, to_json
-    from epdecode.routing_load import read_recorded
+    from epdecode.plan.placement_study import render_study, study, usual_counts
+    from epdecode.routing.load import read_recorded
 
     loaded, model = _load(config, overrides)
     recorded = read_recorded(loaded, find_preset(config))
@@ -136,7 +136,7 @@ def schema(
     ] = False,
 ) -> None:
     """Print the JSON Schema of a config, for editors."""
-    from epdecode.config_docs import config_markdown, schema_text
+    from epdecode.config.docs import config_markdown, schema_text
 
     typer.echo(config_markdown() if markdown else schema_text(), nl=False)
 

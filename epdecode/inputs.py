@@ -9,13 +9,13 @@ import torch
 
 from epdecode.config import Config
 from epdecode.graphs import StepBatch, choose_bucket
-from epdecode.layers import LoopLayer, recorded_rows
 from epdecode.plan import Plan
-from epdecode.routing import RULES, RoutingJob, forced_weights
-from epdecode.routing_load import NOTHING, Recorded, likelihood, weights_for
-from epdecode.routing_table import LoadTable
-from epdecode.routing_trace import Trace
-from epdecode.weights import generator
+from epdecode.plan.layers import LoopLayer, recorded_rows
+from epdecode.routing.load import NOTHING, Recorded, likelihood, weights_for
+from epdecode.routing.rules import RULES, RoutingJob, forced_weights
+from epdecode.routing.table import LoadTable
+from epdecode.routing.trace import Trace
+from epdecode.weights.seeded import generator
 from epdecode.world import World
 
 DISTINCT = 8

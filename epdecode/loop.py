@@ -12,7 +12,7 @@ from epdecode.build import Runtime
 from epdecode.clock import Elapsed
 from epdecode.graphs import Step, fill
 from epdecode.inputs import Planned
-from epdecode.samples import Pass
+from epdecode.result.samples import Pass
 
 Note = Callable[[Pass, int, float, dict[str, float] | None], None]
 """note(pass, step, microseconds, stages): called for each step when its end has passed."""

@@ -9,9 +9,9 @@ from epdecode.inputs import make_batches
 from epdecode.jit_cache import compile_on_one_rank_first
 from epdecode.loop import timed_steps
 from epdecode.outcome import Measured
-from epdecode.routing_record import TRACE, record_routes
-from epdecode.samples import SampleWriter
-from epdecode.save import RunFolder
+from epdecode.result.samples import SampleWriter
+from epdecode.result.save import RunFolder
+from epdecode.routing.record import TRACE, record_routes
 from epdecode.session import Setup
 from epdecode.verify import verify_step
 from epdecode.warmup import compile_all, warm_up

@@ -9,10 +9,10 @@ import torch
 
 from epdecode.build import Runtime
 from epdecode.expert_load import Received, gather_load
-from epdecode.floors import Traffic, stage_floors, weight_floor_us
 from epdecode.loop import Timed
 from epdecode.padding import packed_rows_use
 from epdecode.plan import Plan, to_json
+from epdecode.plan.floors import Traffic, stage_floors, weight_floor_us
 from epdecode.provenance import loaded_versions, make_provenance
 from epdecode.result import (
     Floor,
@@ -25,10 +25,10 @@ from epdecode.result import (
     Verification,
     WeightsUse,
 )
-from epdecode.result_json import withhold_speed
-from epdecode.save import utc_now
+from epdecode.result.document import withhold_speed
+from epdecode.result.save import utc_now
+from epdecode.result.timing import build_throughput, build_timing
 from epdecode.session import Setup
-from epdecode.timing import build_throughput, build_timing
 from epdecode.world import World
 
 

@@ -15,7 +15,7 @@ import torch
 import epdecode
 from epdecode.commit import commit
 from epdecode.result import Provenance, RankPlace
-from epdecode.save import utc_now
+from epdecode.result.save import utc_now
 from epdecode.world import World
 
 _DISTRIBUTIONS = {

@@ -24,7 +24,8 @@ def load_member(seam: str, members: Mapping[str, str], name: str) -> Any:
     try:
         return getattr(importlib.import_module(module), attribute)
     except (ImportError, OSError, AssertionError, RuntimeError) as error:
+        said = str(error) or "no message"
         raise EnvironmentFault(
-            f"{seam} {name!r} cannot be loaded: {type(error).__name__}: {str(error) or 'no message'}. "
+            f"{seam} {name!r} cannot be loaded: {type(error).__name__}: {said}. "
             f"`epdecode doctor` shows what is installed and which set fits."
         ) from error

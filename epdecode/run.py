@@ -18,25 +18,25 @@ from torch._C._distributed_c10d import Store
 
 from epdecode import envinfo, logs, world
 from epdecode.build import build
-from epdecode.config_load import find_preset, resolved_yaml
+from epdecode.config.load import find_preset, resolved_yaml
 from epdecode.errors import Exit, UserError
-from epdecode.faults import read_fault
-from epdecode.judge import Seat
-from epdecode.launch_env import Launch, read_launch
+from epdecode.launch.env import Launch, read_launch
 from epdecode.measure import measure
 from epdecode.oom import explained
 from epdecode.outcome import blank_result, make_result
-from epdecode.partial import save_lost
 from epdecode.plan import render
-from epdecode.processes import die_with_launcher
 from epdecode.report.console import print_report
 from epdecode.result import Cause, Result
-from epdecode.result_json import EXIT_OF, failure_line, summary_line, to_json
-from epdecode.samples import SampleWriter, merge_samples
-from epdecode.save import RunFolder, atomic_write, save_json, save_result, utc_now
+from epdecode.result.document import EXIT_OF, failure_line, summary_line, to_json
+from epdecode.result.partial import save_lost
+from epdecode.result.samples import SampleWriter, merge_samples
+from epdecode.result.save import RunFolder, atomic_write, save_json, save_result, utc_now
 from epdecode.session import Setup, join, meet, prepare
-from epdecode.signals import SignalInbox
 from epdecode.watch import Watch
+from epdecode.watch.faults import read_fault
+from epdecode.watch.judge import Seat
+from epdecode.watch.processes import die_with_launcher
+from epdecode.watch.signals import SignalInbox
 
 log = logging.getLogger("epdecode.run")
 

@@ -16,15 +16,15 @@ from epdecode import experts, transport
 from epdecode import world as worlds
 from epdecode.build import Runtime, build
 from epdecode.config import Config
-from epdecode.config_load import digest, load_config, load_model
+from epdecode.config.load import digest, load_config, load_model
 from epdecode.errors import EnvironmentFault
-from epdecode.hardware import Device, match_device
 from epdecode.jit_cache import use_cache
-from epdecode.launch_env import Launch, read_launch
+from epdecode.launch.env import Launch, read_launch
 from epdecode.models import ModelShape
 from epdecode.plan import Plan, make_plan, to_json
+from epdecode.plan.hardware import Device, match_device
 from epdecode.provenance import loaded_versions
-from epdecode.routing_load import read_recorded
+from epdecode.routing.load import read_recorded
 from epdecode.sources import Sources, open_sources
 
 

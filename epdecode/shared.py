@@ -14,8 +14,8 @@ from epdecode.experts import Experts, build_experts
 from epdecode.kernels.fp8 import mn_major_scales, num_groups, quantize_ref
 from epdecode.kernels.group_quant import group_quant
 from epdecode.plan import Plan
-from epdecode.plan_experts import MASKED_TILE
-from epdecode.weights import LayerWeights
+from epdecode.plan.experts import MASKED_TILE
+from epdecode.weights.seeded import LayerWeights
 
 Fill = Callable[[torch.Tensor, Rows], None]
 """fill(normed, rows): bring normed [T, H] into the first T rows of the input buffer."""

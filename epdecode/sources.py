@@ -6,14 +6,14 @@ import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 
-from epdecode.checkpoint import Checkpoint, check_layers
 from epdecode.config import Config
-from epdecode.config_load import find_checkpoint
+from epdecode.config.load import find_checkpoint
 from epdecode.inputs import tokens_needed
 from epdecode.models import ModelShape
 from epdecode.plan import Plan
-from epdecode.routing_load import NOTHING, Recorded
-from epdecode.routing_trace import Trace, check_trace, need_tokens
+from epdecode.routing.load import NOTHING, Recorded
+from epdecode.routing.trace import Trace, check_trace, need_tokens
+from epdecode.weights.checkpoint import Checkpoint, check_layers
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -22,7 +22,7 @@ from epdecode.kernels.rms_norm import rms_norm_ref
 from epdecode.layer import NORM_EPS, LayerTrace
 from epdecode.plan import Plan
 from epdecode.result import Verification
-from epdecode.weights import LayerWeights
+from epdecode.weights.seeded import LayerWeights
 from epdecode.world import World
 
 REFERENCE = (

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
 from epdecode.errors import ConfigError, EnvironmentFault, UserError
-from epdecode.launch_env import Launch, check_network
+from epdecode.launch.env import Launch, check_network
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ fi
 
 # The interface towards the first node and this node's address on it. Refuses a loopback address and
 # an interface that is not there.
-route=$("$python" -m epdecode.launch_route "${master:?several nodes, but MASTER is not set}")
+route=$("$python" -m epdecode.launch.route "${master:?several nodes, but MASTER is not set}")
 read -r interface address <<<"$route"
 # All three pick an interface by themselves, each by its own rule: give them the same one.
 export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-$interface}

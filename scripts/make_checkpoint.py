@@ -27,13 +27,13 @@ from safetensors.torch import save_file
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from epdecode.batch import ExpertWeights, Fp8Rows, Rows
-from epdecode.checkpoint import INDEX, SINGLE
-from epdecode.checkpoint_layout import LAYOUTS, MXFP4_GROUP, LayerKeys, scale_key
-from epdecode.hf import load_hf, read_architecture
 from epdecode.models import ModelShape
-from epdecode.mxfp4 import EXPONENT_BIAS
-from epdecode.plan_model import BLOCK
-from epdecode.weights import SeededWeights, generator, part
+from epdecode.models.hf import load_hf, read_architecture
+from epdecode.plan.model import BLOCK
+from epdecode.weights.checkpoint import INDEX, SINGLE
+from epdecode.weights.layout import LAYOUTS, MXFP4_GROUP, LayerKeys, scale_key
+from epdecode.weights.mxfp4 import EXPONENT_BIAS
+from epdecode.weights.seeded import SeededWeights, generator, part
 
 Named = Iterator[tuple[str, torch.Tensor]]
 

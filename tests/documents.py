@@ -18,7 +18,7 @@ from epdecode.result import (
     StepCounts,
     Verification,
 )
-from epdecode.timing import build_throughput, build_timing
+from epdecode.result.timing import build_throughput, build_timing
 
 METHOD = Method(
     world_size=4,

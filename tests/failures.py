@@ -227,8 +227,8 @@ and leaves; the lowest survivor writes `status.json` and what was measured. Noth
 left on the host. `epdecode status RUN_DIR` prints the cause and exits with the code: torchrun's
 own message often names a victim, and its exit code is always 1.
 
-Each row is a test with three ranks (`tests/test_watch.py`); this page is made from the same table
-(`python -m tests.failures`).
+Each row is a test with three ranks (`tests/watch/test_watch.py`); this page is made from the same
+table (`python -m tests.failures`).
 
 | Fault | What happens | Named within | cause.kind | Exit | Message |
 |---|---|---|---|---|---|

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from epdecode.config_load import load_config
+from epdecode.config.load import load_config
 from epdecode.doctor.machine import Machine
 from epdecode.doctor.nvml import Gpu, Gpus
 

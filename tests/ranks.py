@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from epdecode import world as worlds
-from epdecode.launch_env import Launch
+from epdecode.launch.env import Launch
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["torch", "torch.distributed", "epdecode.build", "tests.small"])

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from epdecode.config import Config
-from epdecode.config_load import load_config, load_model
+from epdecode.config.load import load_config, load_model
 from epdecode.models import ModelShape, RouterShape
 from epdecode.plan import Plan, make_plan
 

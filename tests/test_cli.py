@@ -11,7 +11,7 @@ import pytest
 import typer
 
 from epdecode import cli
-from epdecode.config_load import configs_dir, load_config
+from epdecode.config.load import configs_dir, load_config
 from epdecode.errors import EnvironmentFault
 
 
@@ -157,8 +157,8 @@ def test_exit_codes_are_those_of_the_errors(monkeypatch, capsys):
 
 def test_torch_is_not_imported():
     code = (
-        "import sys; from epdecode import cli, config_load, plan; config_load.load_config(); "
-        "config_load.load_model('tiny'); print('torch' in sys.modules)"
+        "import sys; from epdecode import cli, plan; from epdecode.config import load; "
+        "load.load_config(); load.load_model('tiny'); print('torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from epdecode.config_load import load_config
+from epdecode.config.load import load_config
 from epdecode.doctor import gpu, libraries
 from epdecode.doctor.check import Verdict
 from epdecode.doctor.nvml import Gpus

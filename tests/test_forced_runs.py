@@ -13,7 +13,7 @@ from epdecode.expert_load import gather_load
 from epdecode.graphs import StepBatch, fill
 from epdecode.inputs import Planned, make_batches
 from epdecode.plan import make_plan
-from epdecode.routing_load import read_recorded
+from epdecode.routing.load import read_recorded
 from epdecode.sources import open_sources
 from epdecode.verify import verify_step
 from epdecode.world import World

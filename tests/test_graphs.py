@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from epdecode.build import build
-from epdecode.config_load import load_config, load_model
+from epdecode.config.load import load_config, load_model
 from epdecode.graphs import StepBatch, fill
 from epdecode.inputs import Planned, make_batches
 from epdecode.plan import make_plan

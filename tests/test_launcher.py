@@ -12,8 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from epdecode.save import RunFolder
-from epdecode.status import read_status
+from epdecode.result.save import RunFolder
+from epdecode.result.status import read_status
 
 pytestmark = pytest.mark.torchrun
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from epdecode.config_load import load_model
+from epdecode.config.load import load_model
 from epdecode.kernels.router import router_ref
 from epdecode.models import RouterShape
 from epdecode.router import rule_of

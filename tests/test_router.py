@@ -8,7 +8,7 @@ import torch
 from epdecode.errors import UserError
 from epdecode.kernels.router import router_ref
 from epdecode.router import GateRouter, make_route, rule_of
-from epdecode.routing import RULES, RoutingJob, forced_weights
+from epdecode.routing.rules import RULES, RoutingJob, forced_weights
 from tests.small import small_model
 
 

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from epdecode.errors import Exit
-from epdecode.result_json import SCHEMA_FILE, from_json
+from epdecode.result.document import SCHEMA_FILE, from_json
 
 ROOT = Path(__file__).parent.parent
 ONE = [sys.executable, "-m", "epdecode.run"]

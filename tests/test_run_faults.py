@@ -11,10 +11,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from epdecode.result_json import from_json
-from epdecode.samples import read_samples
-from epdecode.save import RunFolder
-from epdecode.status import read_status
+from epdecode.result.document import from_json
+from epdecode.result.samples import read_samples
+from epdecode.result.save import RunFolder
+from epdecode.result.status import read_status
 
 pytestmark = pytest.mark.torchrun
 

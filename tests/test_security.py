@@ -76,7 +76,7 @@ def _without_pickle(call):
 
 
 def test_package_is_found():
-    assert PACKAGE / "watch.py" in FILES
+    assert PACKAGE / "watch" / "__init__.py" in FILES
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(PACKAGE)))

@@ -9,17 +9,17 @@ import numpy as np
 import pytest
 import torch
 
-from epdecode import weight_source
 from epdecode.build import build
 from epdecode.config import Config
-from epdecode.config_load import digest, load_config, resolved_yaml
+from epdecode.config.load import digest, load_config, resolved_yaml
 from epdecode.errors import ConfigError
 from epdecode.plan import make_plan
-from epdecode.routing_load import Recorded, read_recorded
-from epdecode.routing_table import LoadTable
-from epdecode.routing_trace import Trace
+from epdecode.routing.load import Recorded, read_recorded
+from epdecode.routing.table import LoadTable
+from epdecode.routing.trace import Trace
 from epdecode.sources import NO_SOURCES, Sources, open_sources
-from epdecode.weight_source import load_weights
+from epdecode.weights import source as weight_source
+from epdecode.weights.source import load_weights
 from epdecode.world import World
 from tests.checkpoints import FIXTURES, maker
 from tests.ranks import run_ranks

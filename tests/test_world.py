@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from epdecode.errors import ConfigError, EnvironmentFault
-from epdecode.launch_env import Launch
+from epdecode.launch.env import Launch
 from epdecode.world import World, agree, open_store
 from tests.ranks import run_ranks
 

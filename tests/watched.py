@@ -19,13 +19,13 @@ import torch
 import torch.distributed as dist
 
 from epdecode.config import LimitsConfig
-from epdecode.faults import read_fault
-from epdecode.judge import Seat
-from epdecode.processes import die_with_launcher
-from epdecode.samples import SampleWriter
-from epdecode.save import RunFolder
-from epdecode.signals import SignalInbox
+from epdecode.result.samples import SampleWriter
+from epdecode.result.save import RunFolder
 from epdecode.watch import Watch
+from epdecode.watch.faults import read_fault
+from epdecode.watch.judge import Seat
+from epdecode.watch.processes import die_with_launcher
+from epdecode.watch.signals import SignalInbox
 
 RANKS = multiprocessing.get_context("forkserver")
 RANKS.set_forkserver_preload(["tests.watched"])

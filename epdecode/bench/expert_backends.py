@@ -10,9 +10,9 @@ import torch
 from epdecode.batch import Fp8Rows, no_mark
 from epdecode.bench.expert_cases import ExpertCase, Inputs
 from epdecode.errors import EnvironmentFault
-from epdecode.expert_choice import Choice
 from epdecode.experts.chains import Chain, ChainShape, build_chain
 from epdecode.kernels.swiglu_quant import empty_out, swiglu_quant
+from epdecode.plan.expert_choice import Choice
 
 Layer = Callable[[int], None]
 """Enqueues one layer's chain into the case's ``out``."""

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 import torch
 
 from epdecode.batch import ExpertWeights, Fp8Rows
-from epdecode.expert_choice import ExpertShape
 from epdecode.kernels.fp8 import (
     dequantize,
     dequantize_block,
     mn_major_scales,
     quantize_ref,
 )
+from epdecode.plan.expert_choice import ExpertShape
 
 LAYERS = 6
 """Layers with their own weights in one timed graph, so that no weight is found in L2."""

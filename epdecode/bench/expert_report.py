@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from epdecode.bench.timing import Streams
-    from epdecode.expert_choice import Choice
+    from epdecode.plan.expert_choice import Choice
 
 
 @dataclass(frozen=True, slots=True)

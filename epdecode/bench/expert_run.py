@@ -15,8 +15,15 @@ from epdecode.bench.expert_cases import LAYERS, ExpertCase, Inputs, error_of, ma
 from epdecode.bench.expert_report import Line
 from epdecode.bench.timing import graph_us
 from epdecode.errors import EnvironmentFault
-from epdecode.expert_choice import Choice, bucket, choose, default_choice, load_table, save_table
 from epdecode.experts.tuned import table_of, tuned_path
+from epdecode.plan.expert_choice import (
+    Choice,
+    bucket,
+    choose,
+    default_choice,
+    load_table,
+    save_table,
+)
 
 if TYPE_CHECKING:
     from epdecode.bench.timing import Streams

@@ -15,7 +15,7 @@ import typer
 
 from epdecode.bench.expert_report import Line, document, print_table
 from epdecode.errors import ConfigError, Exit
-from epdecode.expert_choice import ExpertShape
+from epdecode.plan.expert_choice import ExpertShape
 
 if TYPE_CHECKING:
     from epdecode.bench.expert_cases import ExpertCase
@@ -97,7 +97,7 @@ def parse_shape(text: str) -> tuple[int, int, int, int]:
 
 
 def _model_shape(model: str, ep: int, rows: int) -> tuple[int, int, int, int]:
-    from epdecode.config_load import load_model
+    from epdecode.config.load import load_model
 
     found = load_model(model)
     if found.num_experts % ep:

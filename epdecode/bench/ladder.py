@@ -19,7 +19,7 @@ from rich.table import Table
 
 from epdecode.errors import Exit
 from epdecode.result import Result
-from epdecode.result_json import from_json
+from epdecode.result.document import from_json
 
 
 @dataclass(frozen=True, slots=True)

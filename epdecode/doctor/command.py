@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from epdecode.config_load import find_preset, load_config
+from epdecode.config.load import find_preset, load_config
 from epdecode.doctor.check import Check, Outcome, Verdict, fail, run_checks
 from epdecode.doctor.classify import Finding, classify, judge
 from epdecode.doctor.machine import Machine, nodes_of

@@ -27,7 +27,7 @@ from epdecode.doctor.classify import Role, classify
 from epdecode.doctor.parts import PARTS
 from epdecode.doctor.render import print_table, to_json, worst
 from epdecode.errors import Exit, UserError
-from epdecode.launch_env import Launch, read_launch
+from epdecode.launch.env import Launch, read_launch
 from epdecode.world import open_store
 
 JOIN_S = 60.0

@@ -11,7 +11,7 @@ from pathlib import Path
 from epdecode.doctor.check import Outcome, fail, ok, warn
 from epdecode.doctor.machine import Machine
 from epdecode.errors import EnvironmentFault
-from epdecode.launch_env import EXAMPLE, read_launch
+from epdecode.launch.env import EXAMPLE, read_launch
 
 MIB, GIB = 1 << 20, 1 << 30
 RESULT_BYTES = 64 * MIB

@@ -11,7 +11,7 @@ from pathlib import Path
 from epdecode.config import Config
 from epdecode.doctor import nvml
 from epdecode.errors import EnvironmentFault
-from epdecode.launch_env import read_launch
+from epdecode.launch.env import read_launch
 
 GPU_TRANSPORTS = ("deepep_ll", "deepep_ht")
 

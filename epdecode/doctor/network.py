@@ -10,7 +10,7 @@ import psutil
 from epdecode.doctor.check import Outcome, fail, ok, warn
 from epdecode.doctor.machine import Machine
 from epdecode.errors import EnvironmentFault, nearest
-from epdecode.launch_env import Launch, check_network
+from epdecode.launch.env import Launch, check_network
 
 ONE_NODE = "not needed on one node"
 IFNAMES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME")

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from epdecode.config_load import load_model
+from epdecode.config.load import load_model
 from epdecode.doctor.check import Outcome, fail, ok
 from epdecode.doctor.machine import Machine
 from epdecode.errors import UserError
-from epdecode.hardware import match_device
 from epdecode.plan import make_plan
-from epdecode.routing_load import read_recorded
+from epdecode.plan.hardware import match_device
+from epdecode.routing.load import read_recorded
 
 
 def check_plan(machine: Machine) -> Outcome:

@@ -14,11 +14,11 @@ import torch
 
 from epdecode.batch import Batch, ExpertWeights, Mark
 from epdecode.errors import EnvironmentFault
-from epdecode.expert_choice import Backend, ExpertShape, Table, choose
 from epdecode.experts.triton_gemm import TritonGemm, shape_of
 from epdecode.experts.tuned import table_of
 from epdecode.plan import Plan
-from epdecode.plan_experts import MASKED_TILE
+from epdecode.plan.expert_choice import Backend, ExpertShape, Table, choose
+from epdecode.plan.experts import MASKED_TILE
 from epdecode.registry import load_member
 
 log = logging.getLogger(__name__)

@@ -11,9 +11,9 @@ import torch
 import triton
 
 from epdecode.batch import ExpertWeights, Fp8Rows, Mark, Rows
-from epdecode.expert_choice import Choice, ExpertShape
 from epdecode.kernels.fp8 import mn_major_scales, num_groups
 from epdecode.kernels.grouped_gemm import Tile, down, gate_up_swiglu
+from epdecode.plan.expert_choice import Choice, ExpertShape
 
 log = logging.getLogger(__name__)
 

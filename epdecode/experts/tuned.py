@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 import triton
 
-from epdecode.expert_choice import Choice, load_table, table_path
+from epdecode.plan.expert_choice import Choice, load_table, table_path
 
 
 def tuned_path(device: torch.device) -> Path:

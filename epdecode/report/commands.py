@@ -15,9 +15,9 @@ from epdecode.report.console import print_plainly, print_report
 from epdecode.report.html import page
 from epdecode.report.prometheus import metrics
 from epdecode.result import Result
-from epdecode.result_json import from_json
-from epdecode.samples import read_samples
-from epdecode.save import RunFolder, atomic_write
+from epdecode.result.document import from_json
+from epdecode.result.samples import read_samples
+from epdecode.result.save import RunFolder, atomic_write
 
 RunDir = Annotated[Path, typer.Argument(help="Run folder, or its result.json.")]
 

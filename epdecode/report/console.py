@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from epdecode.result import STAGES, Floor, Result
-from epdecode.stats import Stats
+from epdecode.result.stats import Stats
 
 PLAIN_WIDTH = 100
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from prometheus_client import CollectorRegistry, Gauge, generate_latest
 
 from epdecode.result import Result
-from epdecode.stats import Stats
+from epdecode.result.stats import Stats
 
 QUANTILES = {"0.5": "p50", "0.9": "p90", "0.99": "p99"}
 

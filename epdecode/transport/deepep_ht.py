@@ -15,8 +15,8 @@ import torch
 
 from epdecode.batch import Batch, Fp8Rows, Pending, Route, Rows
 from epdecode.errors import ConfigError
-from epdecode.limits_ht import NODE_RANKS, hidden_bytes
 from epdecode.plan import Plan
+from epdecode.plan.limits_ht import NODE_RANKS, hidden_bytes
 from epdecode.transport.checks import check_dispatch
 from epdecode.transport.packing import Arrival, Packer, Received
 from epdecode.world import World

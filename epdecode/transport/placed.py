@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from epdecode.batch import Batch, Pending, Route
-from epdecode.placement import replica_table
 from epdecode.plan import Plan
+from epdecode.plan.placement import replica_table
 from epdecode.transport import Transport
 from epdecode.transport.checks import check_dispatch
 from epdecode.world import World

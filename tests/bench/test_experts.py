@@ -16,8 +16,8 @@ from epdecode.bench.expert_cases import LOADS, ExpertCase, error_of, make_inputs
 from epdecode.bench.expert_report import Line, document, print_table
 from epdecode.bench.expert_run import candidates
 from epdecode.errors import ConfigError, EnvironmentFault
-from epdecode.expert_choice import Choice, ExpertShape
 from epdecode.experts.reference import expert_mlp, plain, plain_weights, select
+from epdecode.plan.expert_choice import Choice, ExpertShape
 
 SHAPE = ExpertShape(experts=4, hidden=256, size=128)
 

@@ -10,9 +10,9 @@ import torch
 
 from epdecode.batch import MaskedBatch, no_mark
 from epdecode.errors import EnvironmentFault
-from epdecode.expert_choice import Choice
 from epdecode.experts import auto
 from epdecode.experts.auto import AutoExperts, most_rows
+from epdecode.plan.expert_choice import Choice
 from tests.small import plain_router, small_model, small_plan
 
 CPU = torch.device("cpu")

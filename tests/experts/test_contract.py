@@ -15,7 +15,7 @@ from epdecode.kernels.fp8 import mn_major_scales, quantize_ref
 from epdecode.models import ModelShape
 from epdecode.plan import Plan, make_plan
 from epdecode.verify import row_errors, tolerance
-from epdecode.weights import SeededWeights
+from epdecode.weights.seeded import SeededWeights
 from tests.small import plain_router, small_config, small_model
 
 CPU_MEMBERS = ["torch_loop"]

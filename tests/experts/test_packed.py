@@ -22,7 +22,7 @@ from epdecode.kernels.group_quant import group_quant_ref
 from epdecode.kernels.swiglu_quant import swiglu_quant_packed_ref
 from epdecode.plan import Plan
 from epdecode.verify import row_errors, tolerance
-from epdecode.weights import SeededWeights
+from epdecode.weights.seeded import SeededWeights
 from tests.conftest import GPU
 from tests.experts.test_contract import LOADS, four_experts
 from tests.fakes import deep_gemm as fake_deep_gemm

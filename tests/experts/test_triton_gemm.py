@@ -13,11 +13,11 @@ import torch
 
 from epdecode.batch import ExpertWeights, Fp8Rows, MaskedBatch, no_mark
 from epdecode.errors import ConfigError
-from epdecode.expert_choice import Choice, ExpertShape
 from epdecode.experts.chains import ChainShape, build_chain, why_not_fused
 from epdecode.experts.reference import expert_mlp, plain, plain_weights, select
 from epdecode.experts.triton_gemm import TritonGemm
 from epdecode.kernels.fp8 import mn_major_scales, quantize_block, quantize_ref
+from epdecode.plan.expert_choice import Choice, ExpertShape
 from tests.small import plain_router, small_model, small_plan
 
 HIDDEN, SIZE, EXPERTS, CAPACITY = 512, 256, 3, 64

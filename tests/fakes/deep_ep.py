@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from epdecode.kernels.fp8 import quantize_ref
-from epdecode.limits import LL_HIDDEN, LL_MAX_TOKENS, LL_MAX_TOP_K, low_latency_bytes
+from epdecode.plan.limits import LL_HIDDEN, LL_MAX_TOKENS, LL_MAX_TOP_K, low_latency_bytes
 
 
 class FakeMisuse(Exception):

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from epdecode import limits_ht
+from epdecode.plan import limits_ht
 from tests.fakes import deep_ep as low_latency
 from tests.fakes.deep_ep import FakeMisuse, require
 

@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 
 # Answers launch_route itself, and writes down what torchrun would have been given.
 FAKE_PYTHON = """#!/usr/bin/env bash
-if [ "${{2:-}}" = epdecode.launch_route ]; then exec {python} "$@"; fi
+if [ "${{2:-}}" = epdecode.launch.route ]; then exec {python} "$@"; fi
 printf '%s\\n' "$@" >"$TOLD/arguments"
 env >"$TOLD/environment"
 """

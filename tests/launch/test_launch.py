@@ -9,8 +9,8 @@ import pytest
 from typer.testing import CliRunner
 
 from epdecode.errors import ConfigError, EnvironmentFault
-from epdecode.launch import Job, app, render
-from epdecode.launch_route import find_route
+from epdecode.launch.command import Job, app, render
+from epdecode.launch.route import find_route
 from tests.launch.scripts import ROOT
 
 GOLDEN = Path(__file__).parent / "golden"

@@ -11,10 +11,10 @@ from typer.testing import CliRunner
 from epdecode.errors import ConfigError, NotSaved
 from epdecode.report.commands import compare_command, report_command
 from epdecode.report.prometheus import metrics
-from epdecode.result_json import to_json
-from epdecode.samples import SampleWriter
-from epdecode.save import RunFolder, save_result
-from epdecode.status import Status, write_status
+from epdecode.result.document import to_json
+from epdecode.result.samples import SampleWriter
+from epdecode.result.save import RunFolder, save_result
+from epdecode.result.status import Status, write_status
 from tests.documents import METHOD, make_result
 
 APP = typer.Typer()

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from epdecode.errors import ConfigError
 from epdecode.report.compare import as_json, compare, table
-from epdecode.timing import build_timing
+from epdecode.result.timing import build_timing
 from tests.documents import METHOD, make_result
 
 

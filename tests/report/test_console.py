@@ -8,7 +8,7 @@ from rich.console import Console
 
 from epdecode.report.console import figure, print_report, render
 from epdecode.result import STAGES, Cause, NonFinite
-from epdecode.result_json import withhold_speed
+from epdecode.result.document import withhold_speed
 from tests.documents import METHOD, make_result
 
 

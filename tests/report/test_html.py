@@ -9,7 +9,7 @@ import pytest
 
 from epdecode.report.html import MOST_POINTS, page
 from epdecode.result import STAGES, Cause
-from epdecode.result_json import withhold_speed
+from epdecode.result.document import withhold_speed
 from tests.documents import METHOD, make_result
 
 VOID = {"meta", "br"}

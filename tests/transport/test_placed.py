@@ -18,7 +18,7 @@ from epdecode.plan import Plan, make_plan
 from epdecode.transport import build_transport
 from epdecode.transport.placed import place
 from epdecode.verify import row_errors, verify_step
-from epdecode.weights import part
+from epdecode.weights.seeded import part
 from epdecode.world import World
 from tests.fakes import deep_ep as fake_deep_ep
 from tests.ranks import run_ranks

@@ -10,7 +10,7 @@ import sys
 from torch._C._distributed_c10d import PrefixStore
 
 from epdecode.doctor.parts import PARTS
-from epdecode.launch_env import read_launch
+from epdecode.launch.env import read_launch
 from epdecode.registry import load_member
 from epdecode.world import choose_device, join, leave, open_store
 

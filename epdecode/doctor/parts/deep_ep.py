@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from epdecode.doctor.check import Outcome, fail, ok
-from epdecode.limits_ht import CHUNKS
+from epdecode.plan.limits_ht import CHUNKS
 from epdecode.world import World
 
 TOKENS, HIDDEN, TOP_K, LOCAL_EXPERTS = 16, 2048, 2, 4

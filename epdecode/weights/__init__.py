@@ -1,0 +1,1 @@
+"""Weights: seeded, or read from a checkpoint; names and layouts of both."""

@@ -1,0 +1,83 @@
+"""Which cut for which load; tables on disk: found again, refused when broken, replaced whole."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from epdecode.errors import ConfigError
+from epdecode.plan.expert_choice import (
+    ROWS,
+    Choice,
+    ExpertShape,
+    bucket,
+    choose,
+    default_choice,
+    load_table,
+    save_table,
+    table_path,
+)
+
+SHAPE = ExpertShape(experts=32, hidden=7168, size=2048)
+
+
+@pytest.mark.parametrize(
+    ("rows", "entry"), [(0, 1), (1, 1), (2, 4), (16, 16), (17, 32), (1000, ROWS[-1])]
+)
+def test_bucket(rows, entry):
+    assert bucket(rows) == entry
+
+
+@pytest.mark.parametrize("rows", [0, 1, 5, 16, 17, 32, 33, 64, 200])
+def test_the_rule_holds_the_load_in_one_tile_up_to_its_largest(rows):
+    choice = default_choice(SHAPE, rows)
+    assert choice.tokens * choice.parts >= min(rows, 64)
+
+
+def test_a_table_outranks_the_rule_for_its_shape_and_load_only():
+    tuned = Choice(tokens=32, stages=3)
+    table = {SHAPE.key: {16: tuned}}
+    assert choose(SHAPE, 9, table) == tuned
+    assert choose(SHAPE, 8, table) == default_choice(SHAPE, 8)
+    assert choose(replace(SHAPE, experts=8), 9, table) == default_choice(
+        replace(SHAPE, experts=8), 9
+    )
+
+
+def test_a_table_is_found_again(tmp_path):
+    table = {SHAPE.key: {16: Choice(tokens=32, parts=2), 64: Choice(backend="deepgemm")}}
+    path = tmp_path / "deep" / "table.json"
+    save_table(path, table)
+    assert load_table(path) == table
+    assert [file.name for file in path.parent.iterdir()] == ["table.json"]
+
+
+def test_no_table_is_an_empty_one(tmp_path):
+    assert load_table(tmp_path / "none.json") == {}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{",
+        "[]",
+        '{"schema": "other"}',
+        '{"schema": "epdecode.expert_choice/1", "choices": {"k": {"x": {}}}}',
+    ],
+)
+def test_a_broken_table_is_refused_by_its_path(tmp_path, text):
+    path = tmp_path / "table.json"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=r"table\.json"):
+        load_table(path)
+
+
+def test_the_path_follows_gpu_versions_and_cache_folder(tmp_path):
+    env = {"EPDECODE_CACHE_DIR": str(tmp_path)}
+    one = table_path("NVIDIA H200", {"triton": "3.6.0"}, env)
+    assert one.parent == tmp_path / "experts"
+    assert one.name.startswith("nvidia-h200-")
+    assert one != table_path("NVIDIA H200", {"triton": "3.7.0"}, env)
+    assert one != table_path("NVIDIA H100", {"triton": "3.6.0"}, env)
+    assert table_path("x", {}, {"HOME": "/h"}).parts[:3] == ("/", "h", ".cache")

@@ -1,0 +1,69 @@
+"""Bytes of the two workspaces that packed experts share among stages and layers."""
+
+from __future__ import annotations
+
+import pytest
+
+from epdecode.plan.workspaces import quantised_bytes, workspace_bytes
+from tests.small import small_model
+
+ROWS, HIDDEN, SIZE = 256, 1024, 512
+
+
+def sizes(name: str, wire: str, fused: bool, layout: bool) -> tuple[int, int]:
+    return workspace_bytes(
+        name,
+        small_model(hidden=HIDDEN, expert_size=SIZE),
+        rows=ROWS,
+        wire=wire,
+        fused_activation=fused,
+        fused_quant_layout=layout,
+    )
+
+
+@pytest.mark.parametrize(
+    ("wire", "fused", "layout", "first", "second"),
+    [
+        ("fp8", True, True, 4 * SIZE, SIZE + SIZE // 32),
+        ("fp8", True, False, 4 * SIZE, SIZE + 2 * SIZE // 32),
+        ("fp8", False, True, 4 * SIZE, 4 * SIZE),
+        ("bf16", True, True, 4 * SIZE, HIDDEN + HIDDEN // 32),
+    ],
+)
+def test_the_larger_tenant_decides(
+    wire: str, fused: bool, layout: bool, first: int, second: int
+) -> None:
+    assert sizes("deepgemm", wire, fused, layout) == (ROWS * first, ROWS * second)
+
+
+def test_wide_outputs_decide_where_they_live() -> None:
+    wide = small_model(hidden=8192, expert_size=SIZE)
+    made = {
+        fused: workspace_bytes(
+            "deepgemm",
+            wide,
+            rows=ROWS,
+            wire="fp8",
+            fused_activation=fused,
+            fused_quant_layout=True,
+        )
+        for fused in (True, False)
+    }
+    assert made[True] == (ROWS * 2 * 8192, quantised_bytes(ROWS, SIZE))
+    assert made[False] == (ROWS * 4 * SIZE, ROWS * 2 * 8192)
+
+
+def test_bfloat16_weights_need_no_quantised_rows() -> None:
+    made = workspace_bytes(
+        "deepgemm",
+        small_model(hidden=HIDDEN, expert_size=SIZE, weight_format="bf16"),
+        rows=ROWS,
+        wire="bf16",
+        fused_activation=True,
+        fused_quant_layout=True,
+    )
+    assert made[1] == quantised_bytes(ROWS, SIZE)
+
+
+def test_the_plain_loop_keeps_its_output_only() -> None:
+    assert sizes("torch_loop", "fp8", True, True) == (ROWS * 2 * HIDDEN, 0)
