@@ -40,6 +40,14 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "Measure kernels, experts and what each improvement is worth, beside their floors.",
     ),
     "launch": ("epdecode.launch.command:app", "Write or submit a Slurm job that fits a config."),
+    "report": (
+        "epdecode.report.commands:report_command",
+        "Print a result as tables, or write it as a page or as metrics.",
+    ),
+    "compare": (
+        "epdecode.report.commands:compare_command",
+        "Put results side by side with the first of them.",
+    ),
     "status": ("epdecode.result.status:status_command", "Say how a run is doing, or how it ended."),
 }
 

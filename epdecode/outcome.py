@@ -27,7 +27,7 @@ from epdecode.result import (
 )
 from epdecode.result.document import withhold_speed
 from epdecode.result.save import utc_now
-from epdecode.result.timing import build_throughput, build_timing
+from epdecode.result.timing import build_throughput, build_timing, slow_ranks
 from epdecode.session import Setup
 from epdecode.world import World
 
@@ -79,6 +79,7 @@ def make_result(blank: Result, setup: Setup, runtime: Runtime, measured: Measure
         weights=_weights(setup, runtime),
         step_counts=_step_counts(measured),
         verification=measured.verification,
+        warnings=(*blank.warnings, *slow_ranks(timing)),
     )
     return withhold_speed(result) if plan.shared_gpu else result
 

@@ -91,6 +91,7 @@ def _job(args: argparse.Namespace, setup: Setup, store: Store, watch: Watch) -> 
         ranks.barrier()
         if ranks.rank == 0:
             save_lost(folder, blank, stop)
+            merge_samples(folder)
         runtime.close()
         watch.close(stop.exit_code, stop.cause)
         return stop.exit_code

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -82,11 +82,13 @@ def meet(setup: Setup) -> Store:
     timeout = setup.config.limits.join_s
     store = worlds.open_store(setup.launch, timeout)
     facts = {
+        # The first difference is reported: keys that a user wrote before what follows from them.
         "config": flatten(
             {
-                "digest": setup.digest,
+                **asdict(setup.config),
                 "plan": _comparable(setup.plan),
                 "recorded_routing": setup.sources.digest,
+                "digest": setup.digest,
             }
         ),
         "versions": {name: version or "absent" for name, version in loaded_versions().items()},

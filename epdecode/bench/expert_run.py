@@ -15,7 +15,7 @@ from epdecode.bench.expert_cases import LAYERS, ExpertCase, Inputs, error_of, ma
 from epdecode.bench.expert_report import Line
 from epdecode.bench.timing import graph_us
 from epdecode.errors import EnvironmentFault
-from epdecode.experts.tuned import table_of, tuned_path
+from epdecode.experts.tuned_table import table_of, tuned_path
 from epdecode.plan.expert_choice import (
     Choice,
     bucket,

@@ -46,7 +46,7 @@ def experts(
     ] = None,
     load: Annotated[str, typer.Option(help="even, uniform or skew: how rows spread.")] = "even",
     tune: Annotated[
-        bool, typer.Option("--tune", help="Try every cut, keep the best for experts: auto.")
+        bool, typer.Option("--tune", help="Try every cut, keep the best for experts: tuned.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:

@@ -52,9 +52,11 @@ class TransportConfig:
 class ExpertsConfig:
     """The grouped SwiGLU."""
 
-    name: Literal["auto", "torch_loop", "deepgemm", "triton_gemm"] = "auto"
+    name: Literal["auto", "torch_loop", "deepgemm", "triton_gemm", "tuned"] = "auto"
     """torch_loop = plain PyTorch, on any machine; deepgemm = DeepGEMM's grouped FP8 GEMMs;
-    triton_gemm = a grouped GEMM in Triton; auto = deepgemm on a GPU, torch_loop without."""
+    triton_gemm = our own in Triton; tuned = for each bucket the faster of these two by the table of
+    `epdecode bench experts --tune`; auto = deepgemm on a GPU (triton_gemm for bf16 weights),
+    torch_loop without."""
     scale_format: Literal["auto", "fp32", "ue8m0"] = "auto"
     """Scales of quantised activations; auto = what the GPU's GEMM takes."""
     row_alignment: Size | Literal["auto"] = "auto"

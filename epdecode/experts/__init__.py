@@ -30,6 +30,7 @@ MEMBERS = {
     "torch_loop": "epdecode.experts.torch_loop:TorchLoop",
     "deepgemm": "epdecode.experts.deepgemm:DeepGemm",
     "triton_gemm": "epdecode.experts.triton_gemm:TritonGemm",
+    "tuned": "epdecode.experts.tuned:TunedExperts",
 }
 """Those that take a MaskedBatch."""
 

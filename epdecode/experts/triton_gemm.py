@@ -14,7 +14,7 @@ import torch
 from epdecode.batch import Batch, ExpertWeights, Fp8Rows, Mark, Rows
 from epdecode.errors import ConfigError
 from epdecode.experts.chains import ChainShape, build_chain, empty_fp8
-from epdecode.experts.tuned import table_of
+from epdecode.experts.tuned_table import table_of
 from epdecode.kernels.expert_quant import quantize_rows
 from epdecode.plan import Plan
 from epdecode.plan.expert_choice import ExpertShape, Table, choose

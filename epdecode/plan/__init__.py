@@ -134,9 +134,10 @@ def make_plan(  # noqa: PLR0913 - each one is a fact of the machine or of a file
         comm_sms=config.transport.num_sms,
         qp_depth_set=qp_depth_set,
     )
-    experts, _ = choose_experts(config, device)
+    layout = layout_of(config)
+    experts, _ = choose_experts(config, shape, layout, device)
     problems = limits.violations(request) + [str(breach) for breach in model_rules(shape)]
-    problems += experts_problems(experts, layout_of(config), world_size, request.max_tokens, device)
+    problems += experts_problems(experts, layout, request, shape.weight_format, device)
     if problems:
         raise ConfigError(_report(problems))
     loop = loop_layers(config.layers, model)
@@ -160,7 +161,7 @@ def _assemble(
     ranks_per_gpu: int,
     placement: PlacementPlan,
 ) -> Plan:
-    experts, chosen = choose_experts(config, device)
+    experts, chosen = choose_experts(config, model, layout_of(config), device)
     transport, chosen_too = plan_transport(config, request, experts.name)
     experts = _with_workspaces(experts, model, transport)
     num_local = request.num_experts // request.ep

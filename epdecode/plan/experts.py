@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from epdecode.config import Config
+from epdecode.models import ModelShape
 from epdecode.plan.hardware import Device
+from epdecode.plan.limit_rule import Request
 
 MASKED_TILE = 128
 """Rows of DeepGEMM's largest tile in the masked layout. A tile that starts inside an expert's block
@@ -25,14 +27,20 @@ class ExpertsPlan:
     """Packed rows: the two workspaces that all stages and layers share (workspaces.py)."""
 
 
-def choose_experts(config: Config, device: Device | None) -> tuple[ExpertsPlan, dict[str, str]]:
-    """The plan for a config without problems, and what ``auto`` became."""
+def choose_experts(
+    config: Config, model: ModelShape, layout: str, device: Device | None
+) -> tuple[ExpertsPlan, dict[str, str]]:
+    """The plan for a config without problems, and what ``auto`` became.
+
+    model: as it runs, so that its weight format is the one the GEMMs read.
+    """
     chosen = {}
-    name, scales = config.experts.name, config.experts.scale_format
+    name: str = config.experts.name
+    scales = config.experts.scale_format
     gpu = config.transport.name != "torch_a2a" or device is not None
     if name == "auto":
-        name = "deepgemm" if gpu else "torch_loop"
-        chosen["experts.name"] = f"{name}: {'a GPU transport' if gpu else 'no GPU'}"
+        name, why = _auto(gpu, model.weight_format, layout)
+        chosen["experts.name"] = f"{name}: {why}"
     if scales == "auto":
         scales = "ue8m0" if gpu and _capability(device) >= (10, 0) else "fp32"
         chosen["experts.scale_format"] = f"{scales}: compute capability {_capability(device)}"
@@ -45,13 +53,29 @@ def choose_experts(config: Config, device: Device | None) -> tuple[ExpertsPlan, 
     return plan, chosen
 
 
+def _auto(gpu: bool, weight_format: str, layout: str) -> tuple[str, str]:
+    if not gpu:
+        return "torch_loop", "no GPU"
+    if weight_format != "bf16":
+        return "deepgemm", "FP8 weights on a GPU"
+    if layout == "masked":
+        return "triton_gemm", "DeepGEMM's FP8 GEMMs do not take bf16 weights"
+    return "torch_loop", "no other member takes packed rows with bf16 weights"
+
+
 def experts_problems(
-    experts: ExpertsPlan, layout: str, world_size: int, max_tokens: int, device: Device | None
+    experts: ExpertsPlan, layout: str, request: Request, weight_format: str, device: Device | None
 ) -> list[str]:
     """What the chosen member cannot take."""
     if experts.name != "deepgemm":
         return []
     problems = []
+    world_size, max_tokens = request.ep, request.max_tokens
+    if weight_format == "bf16":
+        problems.append(
+            "experts.name: deepgemm takes FP8 weights, these are bf16; accepted: auto, "
+            "triton_gemm, torch_loop, or weights.format: fp8_block128"
+        )
     major, minor = _capability(device)
     if experts.scale_format == "ue8m0" and major < 10:
         problems.append(
@@ -59,7 +83,7 @@ def experts_problems(
             " DeepGEMM takes packed scales from 10.0, accepted here: fp32"
         )
     capacity = world_size * max_tokens
-    if layout == "masked" and world_size > 0 and capacity % MASKED_TILE:
+    if layout == "masked" and capacity % MASKED_TILE:
         good = next(
             tokens
             for tokens in range(max_tokens, max_tokens + MASKED_TILE)

@@ -118,3 +118,10 @@ def test_a_capacity_that_breaks_deepgemms_masked_tiles_is_refused_with_the_neare
         preset_plan(2, "experts.name=deepgemm", *odd)
     assert preset_plan(8, "experts.name=deepgemm", *odd).capacity == 384
     assert preset_plan(2, "experts.name=triton_gemm", *odd).capacity == 96
+
+
+def test_bf16_weights_go_where_they_are_taken() -> None:
+    bf16 = "weights.format=bf16"
+    assert preset_plan(8, bf16).experts.name == "triton_gemm"
+    with pytest.raises(ConfigError, match="deepgemm takes FP8 weights, these are bf16"):
+        preset_plan(8, bf16, "experts.name=deepgemm")

@@ -1,4 +1,4 @@
-"""AutoExperts gives each load to the backend its table names, and says when one is missing."""
+"""TunedExperts gives each load to the backend its table names, and says when one is missing."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 
 from epdecode.batch import MaskedBatch, no_mark
 from epdecode.errors import EnvironmentFault
-from epdecode.experts import auto
-from epdecode.experts.auto import AutoExperts, most_rows
+from epdecode.experts import tuned
+from epdecode.experts.tuned import TunedExperts, most_rows
 from epdecode.plan.expert_choice import Choice
 from tests.small import plain_router, small_model, small_plan
 
@@ -57,8 +57,8 @@ def backends(monkeypatch):
         state.built.append(name)
         return lambda plan, device: Spy(name)
 
-    monkeypatch.setattr(auto, "TritonGemm", lambda plan, device, table: Spy("triton_gemm"))
-    monkeypatch.setattr(auto, "load_member", load)
+    monkeypatch.setattr(tuned, "TritonGemm", lambda plan, device, table: Spy("triton_gemm"))
+    monkeypatch.setattr(tuned, "load_member", load)
     return state
 
 
@@ -68,7 +68,7 @@ def run(member, rows):
 
 
 def test_each_load_goes_where_the_table_says(backends):
-    member = AutoExperts(plan(32), CPU, TABLE)
+    member = TunedExperts(plan(32), CPU, TABLE)
     assert [run(member, rows) for rows in (1, 8, 9, 16)] == [
         "triton_gemm",
         "triton_gemm",
@@ -78,7 +78,7 @@ def test_each_load_goes_where_the_table_says(backends):
 
 
 def test_deepgemm_is_not_built_when_no_load_wants_it(backends):
-    member = AutoExperts(plan(16), CPU, TABLE)
+    member = TunedExperts(plan(16), CPU, TABLE)
     assert most_rows(plan(16)) == 8
     assert run(member, 16) == "triton_gemm"
     assert backends.built == []
@@ -89,7 +89,7 @@ def test_a_missing_rival_is_said_and_lived_without(backends, caplog, case):
     caplog.set_level(logging.INFO)
     if case == "not installed":
         backends.fault = EnvironmentFault("no deep_gemm here")
-    member = AutoExperts(plan(32, 96 if case == "odd capacity" else 128), CPU, TABLE)
+    member = TunedExperts(plan(32, 96 if case == "odd capacity" else 128), CPU, TABLE)
     assert run(member, 16) == "triton_gemm"
     expected = "no deep_gemm here" if case == "not installed" else "128-row tiles"
     assert expected in caplog.text
