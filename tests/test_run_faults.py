@@ -122,8 +122,8 @@ def test_ranks_that_disagree_are_told_apart(job):
     line, err = run.end()
     assert time.monotonic() - begun < 30
     assert line["exit_code"] == 2
-    assert "ranks disagree on config" in line["cause"]["message"]
-    assert "rank 1 has" in line["cause"]["message"]
+    assert "ranks disagree on config transport.max_tokens_per_rank: " in line["cause"]["message"]
+    assert "rank 1 has 32, rank 0 has 16" in line["cause"]["message"]
     assert line["cause"]["message"] in err
 
 
