@@ -18,6 +18,7 @@ from epdecode.kernels.rms_norm import rms_norm, rms_norm_ref
 from epdecode.kernels.router import router, router_ref
 from epdecode.layer import NORM_EPS, MoELayer
 from epdecode.ledger import Ledger
+from epdecode.nonfinite import Tally
 from epdecode.plan import Plan
 from epdecode.router import ForcedRouter, GateRouter, Router, rule_of
 from epdecode.routing.load import Recorded
@@ -49,6 +50,8 @@ class Runtime:
     """What bringing the weights in took."""
     recorded: Recorded
     """Routes from files, for make_batches."""
+    tally: Tally | None
+    """Counts non-finite rows where the config asks for it."""
 
     def moe(self, layer: int, x: torch.Tensor, given: Route) -> torch.Tensor:
         """One layer's experts on the caller's rows: x bfloat16 [T, H] -> bfloat16 [T, H].
@@ -92,9 +95,18 @@ def build(config: Config, plan: Plan, world: World, sources: Sources = NO_SOURCE
     ledger.note("weights")
     inputs = _inputs(config, plan, world.device)
     experts = build_experts(plan, world.device)
+    tally = Tally(plan.num_local_experts, world.device) if config.debug.non_finite else None
+    if tally:
+        transport, experts = tally.around(transport, experts)
     shared = shared_maker(config, plan, world.device)
     make = _LayerMaker(
-        config, plan, inputs, partial(place, transport, plan, world), experts, shared
+        config,
+        plan,
+        inputs,
+        partial(place, transport, plan, world),
+        experts,
+        shared,
+        tally.around_router if tally else _as_it_is,
     )
     layers = tuple(make(index, one) for index, one in enumerate(weights))
     ledger.note("workspaces")
@@ -111,6 +123,7 @@ def build(config: Config, plan: Plan, world: World, sources: Sources = NO_SOURCE
         memory=ledger.taken,
         loading=loading,
         recorded=sources.recorded,
+        tally=tally,
     )
 
 
@@ -125,17 +138,22 @@ class _LayerMaker:
     """Of one layer: which experts are where may differ between layers."""
     experts: Experts
     shared: Callable[[LayerWeights], SharedExpert]
+    watch_router: Callable[[Router], Router]
 
     def __call__(self, index: int, weights: LayerWeights) -> MoELayer:
         norm_op = rms_norm if self.inputs.hidden.is_cuda else rms_norm_ref
         return MoELayer(
             norm=lambda hidden: norm_op(hidden, weights.norm, NORM_EPS, torch.empty_like(hidden)),
-            router=_router(self.config, self.plan, self.inputs, index, weights),
+            router=self.watch_router(_router(self.config, self.plan, self.inputs, index, weights)),
             transport=self.transport(index),
             experts=self.experts,
             weights=self.experts.prepare(weights.experts),
             shared=self.shared(weights),
         )
+
+
+def _as_it_is(router: Router) -> Router:
+    return router
 
 
 def _router(

@@ -38,13 +38,20 @@ class Timed:
 def timed_steps(
     runtime: Runtime, step: Step, batches: Sequence[Planned], steps: Steps, note: Note
 ) -> Timed:
-    """Both passes. All ranks start each pass together, and end it at the same step."""
+    """Both passes. All ranks start each pass together, and end it at the same step.
+
+    Non-finite rows, where they are counted, are looked for in the instrumented pass.
+    """
     timed = Timed()
     runtime.world.barrier()
     _plain(runtime, step, batches, steps, note, timed)
     runtime.world.barrier()
+    if runtime.tally:
+        runtime.tally.reset()
     for index in steps():
         _instrumented(runtime, step, batches[index % len(batches)], index, note, timed)
+        if runtime.tally:
+            runtime.tally.look(index)
     return timed
 
 

@@ -15,9 +15,11 @@ from epdecode.plan import Plan, to_json
 from epdecode.plan.floors import Traffic, stage_floors, weight_floor_us
 from epdecode.provenance import loaded_versions, make_provenance
 from epdecode.result import (
+    Cause,
     Floor,
     MemoryUse,
     Method,
+    NonFinite,
     Result,
     RunStatus,
     StepCounts,
@@ -63,9 +65,11 @@ def make_result(blank: Result, setup: Setup, runtime: Runtime, measured: Measure
     timing = _timing(plan, world, measured.timed)
     load = gather_load(plan, world, measured.timed.load)
     first = max(float(v) for v in world.gather(torch.tensor([measured.first_call_us]).double()))
+    tally = runtime.tally
+    bad = tally.gather(world, plan.num_local_experts) if tally else None
     result = replace(
         blank,
-        status=_status(measured.verification),
+        status=_status(measured.verification, bad),
         provenance=replace(blank.provenance, versions=loaded_versions(), finished_utc=utc_now()),
         method=replace(blank.method, graph=measured.kind == "graph", align=_align(runtime)),
         timing=timing,
@@ -79,6 +83,8 @@ def make_result(blank: Result, setup: Setup, runtime: Runtime, measured: Measure
         weights=_weights(setup, runtime),
         step_counts=_step_counts(measured),
         verification=measured.verification,
+        non_finite=bad,
+        cause=_cause(bad),
         warnings=(*blank.warnings, *slow_ranks(timing)),
     )
     return withhold_speed(result) if plan.shared_gpu else result
@@ -89,8 +95,24 @@ def _align(runtime: Runtime) -> str:
     return f"{align.name} ({align.reason})" if align.reason else align.name
 
 
-def _status(verification: Verification | None) -> RunStatus:
+def _status(verification: Verification | None, bad: NonFinite | None) -> RunStatus:
+    if bad and any(bad.counts.values()):
+        return "failed"
     return "wrong" if verification and not verification.passed else "passed"
+
+
+def _cause(bad: NonFinite | None) -> Cause | None:
+    if bad is None or bad.first_stage is None:
+        return None
+    expert = "" if bad.first_expert is None else f", expert {bad.first_expert}"
+    return Cause(
+        kind="non_finite",
+        rank=bad.first_rank,
+        step=bad.first_step,
+        stage=bad.first_stage,
+        message=f"NaN or infinite values, first on rank {bad.first_rank} in step {bad.first_step}, "
+        f"stage {bad.first_stage}{expert}; rows by stage: {dict(bad.counts)}",
+    )
 
 
 def _method(setup: Setup) -> Method:

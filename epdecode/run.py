@@ -27,7 +27,7 @@ from epdecode.outcome import blank_result, make_result
 from epdecode.plan import render
 from epdecode.report.console import print_report
 from epdecode.result import Cause, Result
-from epdecode.result.document import EXIT_OF, failure_line, summary_line, to_json
+from epdecode.result.document import exit_of, failure_line, summary_line, to_json
 from epdecode.result.partial import save_lost
 from epdecode.result.samples import SampleWriter, merge_samples
 from epdecode.result.save import RunFolder, atomic_write, save_json, save_result, utc_now
@@ -96,13 +96,14 @@ def _job(args: argparse.Namespace, setup: Setup, store: Store, watch: Watch) -> 
         watch.close(stop.exit_code, stop.cause)
         return stop.exit_code
     result = make_result(blank, setup, runtime, measured)
+    code = exit_of(result)
     if ranks.rank == 0:
-        _report(result, folder)
+        _report(result, folder, code)
     ranks.barrier()
     runtime.close()
-    watch.close(EXIT_OF[result.status], result.cause)
+    watch.close(code, result.cause)
     world.leave()
-    return EXIT_OF[result.status]
+    return code
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -138,12 +139,12 @@ def _open_folder(
     return made or RunFolder.join(path)
 
 
-def _report(result: Result, folder: RunFolder) -> None:
+def _report(result: Result, folder: RunFolder, code: int) -> None:
     path = save_result(folder, to_json(result))
     merge_samples(folder)
     save_json(folder.env, envinfo.collect())
     print_report(result)
-    sys.stdout.write(summary_line(result, path) + "\n")
+    sys.stdout.write(summary_line(result, path, code) + "\n")
     sys.stdout.flush()
 
 

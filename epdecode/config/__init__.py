@@ -203,8 +203,11 @@ class HardwareConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DebugConfig:
-    """For epdecode's own tests."""
+    """Looking closer, at the cost of speed; and faults for epdecode's own tests."""
 
+    non_finite: bool = False
+    """Count rows with NaN or infinite values per stage and name the first; a run with any ends
+    with exit code 5."""
     faults: bool = False
     """Allow the fault that EPDECODE_FAULT asks for (docs/failures.md)."""
 

@@ -23,7 +23,15 @@ EXIT_OF = {
 }
 """Exit code of a status when nothing more exact is known."""
 
+
 SCHEMA_FILE = Path(__file__).with_name("schema.json")
+
+
+def exit_of(result: Result) -> Exit:
+    """The exit code of a run that came to its end."""
+    if result.non_finite and any(result.non_finite.counts.values()):
+        return Exit.NON_FINITE
+    return EXIT_OF[result.status]
 
 
 def to_json(result: Result) -> str:
