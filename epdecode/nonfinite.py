@@ -101,6 +101,10 @@ class _CountingRouter:
         self._tally.add("route", real & (_bad_rows(normed) | _bad_rows(weights)))
         return route
 
+    def plain(self, normed: torch.Tensor, num_tokens: torch.Tensor) -> Route:
+        """See Router."""
+        return self._router.plain(normed, num_tokens)
+
 
 class _CountingTransport:
     def __init__(self, transport: Transport, tally: Tally) -> None:

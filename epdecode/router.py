@@ -9,7 +9,7 @@ import torch
 
 from epdecode.batch import Route
 from epdecode.errors import UserError
-from epdecode.kernels.router import RouterRule
+from epdecode.kernels.router import RouterRule, router_ref
 from epdecode.models import ModelShape
 
 TopK = Callable[[torch.Tensor, torch.Tensor | None, RouterRule, torch.Tensor], Route]
@@ -21,6 +21,10 @@ class Router(Protocol):
 
     def __call__(self, normed: torch.Tensor, num_tokens: torch.Tensor) -> Route:
         """The route of normed [T, H]; rows from num_tokens (int32 [1], on the device) on get -1."""
+        ...
+
+    def plain(self, normed: torch.Tensor, num_tokens: torch.Tensor) -> Route:
+        """The same choice in plain torch and float32, for verification."""
         ...
 
 
@@ -39,10 +43,17 @@ class GateRouter:
         """See Router."""
         return self._topk(self.logits(normed), self._bias, self._rule, num_tokens)
 
+    def plain(self, normed: torch.Tensor, num_tokens: torch.Tensor) -> Route:
+        """See Router."""
+        return router_ref(self._plain_logits(normed), self._bias, self._rule, num_tokens)
+
     def logits(self, normed: torch.Tensor) -> torch.Tensor:
         """float32 [T, num_experts]; bfloat16 products are exact, sums are float32."""
         if normed.is_cuda:
             return torch.mm(normed, self._gate.T, out_dtype=torch.float32)
+        return self._plain_logits(normed)
+
+    def _plain_logits(self, normed: torch.Tensor) -> torch.Tensor:
         return normed.float() @ self._gate.float().T
 
 
@@ -57,6 +68,10 @@ class ForcedRouter:
         """See Router; the writer of the buffers has put -1 into padded rows."""
         rows = normed.shape[0]
         return Route(self._ids[:rows], self._weights[:rows])
+
+    def plain(self, normed: torch.Tensor, num_tokens: torch.Tensor) -> Route:
+        """See Router; what was given is what it is."""
+        return self(normed, num_tokens)
 
 
 def rule_of(model: ModelShape) -> RouterRule:

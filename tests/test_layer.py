@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from epdecode.batch import no_mark
+from epdecode.batch import Route, no_mark
 from epdecode.build import build
 from epdecode.clock import HostClock
 from epdecode.errors import UserError
@@ -157,6 +157,30 @@ def tampered(world: World) -> bool:
 
 def test_wrong_weights_do_not_pass() -> None:
     assert run_ranks(2, tampered) == [False, False]
+
+
+def wrong_gate(world: World) -> tuple[bool, int, int]:
+    """A gate that takes the experts after the right ones."""
+    config, model = small_config(), small_model()
+    runtime = build(config, make_plan(config, model, world.size), world)
+    batches = make_batches(config, runtime.plan, world)
+    router = runtime.layers[0].router
+    right = router._topk
+
+    def next_experts(logits, bias, rule, num_tokens):
+        route = right(logits, bias, rule, num_tokens)
+        ids = torch.where(route.topk_ids >= 0, (route.topk_ids + 1) % model.num_experts, -1)
+        return Route(ids, route.topk_weights)
+
+    router._topk = next_experts
+    found = verify_step(runtime, runtime.eager(), batches)
+    return found.passed, found.routes_differing, found.rows
+
+
+def test_a_wrong_gate_does_not_pass_though_its_experts_are_right() -> None:
+    for passed, differing, rows in run_ranks(2, wrong_gate):
+        assert not passed
+        assert rows // 2 - 2 <= differing <= rows // 2, "the rows of the first of two layers"
 
 
 def test_bucket_choice() -> None:

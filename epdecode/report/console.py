@@ -153,7 +153,7 @@ def _outcome_facts(result: Result) -> dict[str, str]:
         lines["verification"] = (
             f"{'passed' if check.passed else 'FAILED'}: {check.rows} rows against "
             f"{check.reference}; worst {worst} (row {check.worst_row}), "
-            f"tolerance {check.tolerance:.2e}"
+            f"tolerance {check.tolerance:.2e}; {check.routes_differing} routes differ"
         )
     if result.non_finite and any(result.non_finite.counts.values()):
         bad = result.non_finite

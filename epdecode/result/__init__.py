@@ -224,6 +224,8 @@ class Verification:
     tolerance: float
     reference: str
     worst_rank: int | None = None
+    routes_differing: int = 0
+    """Rows whose experts are not those of the gate in plain torch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
