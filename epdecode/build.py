@@ -16,7 +16,7 @@ from epdecode.experts import Experts, build_experts
 from epdecode.graphs import EagerStep, GraphStep, Step, StepInputs
 from epdecode.kernels.rms_norm import rms_norm, rms_norm_ref
 from epdecode.kernels.router import router, router_ref
-from epdecode.layer import NORM_EPS, MoELayer
+from epdecode.layer import MoELayer
 from epdecode.ledger import Ledger
 from epdecode.nonfinite import Tally
 from epdecode.plan import Plan
@@ -142,8 +142,9 @@ class _LayerMaker:
 
     def __call__(self, index: int, weights: LayerWeights) -> MoELayer:
         norm_op = rms_norm if self.inputs.hidden.is_cuda else rms_norm_ref
+        eps = self.plan.model.rms_norm_eps
         return MoELayer(
-            norm=lambda hidden: norm_op(hidden, weights.norm, NORM_EPS, torch.empty_like(hidden)),
+            norm=lambda hidden: norm_op(hidden, weights.norm, eps, torch.empty_like(hidden)),
             router=self.watch_router(_router(self.config, self.plan, self.inputs, index, weights)),
             transport=self.transport(index),
             experts=self.experts,

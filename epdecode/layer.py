@@ -14,9 +14,6 @@ from epdecode.router import Router
 from epdecode.shared import SharedExpert
 from epdecode.transport import Transport
 
-NORM_EPS = 1e-6
-"""rms_norm_eps of DeepSeek-V3, Qwen3-MoE and most others."""
-
 
 @dataclass(frozen=True, slots=True)
 class LayerTrace:

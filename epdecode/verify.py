@@ -21,7 +21,7 @@ from epdecode.graphs import Step, fill
 from epdecode.inputs import Planned
 from epdecode.kernels.fp8 import ScaleFormat
 from epdecode.kernels.rms_norm import rms_norm_ref
-from epdecode.layer import NORM_EPS, LayerTrace
+from epdecode.layer import LayerTrace
 from epdecode.plan import Plan
 from epdecode.result import Verification
 from epdecode.weights.seeded import LayerWeights
@@ -146,7 +146,7 @@ def check_step(runtime: Runtime, traces: tuple[LayerTrace, ...], tokens: int) ->
     errors, differing = [], 0
     for index, (trace, weights) in enumerate(zip(traces, runtime.weights, strict=True)):
         normed = torch.empty_like(trace.hidden)
-        rms_norm_ref(trace.hidden, weights.norm, NORM_EPS, normed)
+        rms_norm_ref(trace.hidden, weights.norm, plan.model.rms_norm_eps, normed)
         normed_error = row_errors(trace.normed[:tokens], normed[:tokens])
         held = plan.first_experts(world.rank, index)
         expected = reference_layer(trace.normed, trace.route, weights, held, plan, world)

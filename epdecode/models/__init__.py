@@ -54,6 +54,8 @@ class ModelShape:
     """The model's own number of each MoE layer, from 0; empty = not known."""
     weight_format: Literal["fp8_block128", "bf16"] = "fp8_block128"
     """fp8_block128 = e4m3 with a float32 scale per block of 128x128."""
+    rms_norm_eps: Positive = 1e-6
+    """Added to the mean square in the norm before the experts."""
     router: RouterShape = field(default_factory=RouterShape)
 
     @property

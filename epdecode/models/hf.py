@@ -68,6 +68,7 @@ def load_hf(path: Path) -> ModelShape:
         num_moe_layers=len(layers),
         moe_layers=tuple(layers),
         weight_format=_weight_format(raw, fields, family),
+        rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
         router=family.router(fields),
     )
     problems = list(dict.fromkeys(fields.problems)) or [
