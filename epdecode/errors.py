@@ -51,12 +51,6 @@ class NotSaved(UserError):
     exit_code = Exit.NOT_SAVED
 
 
-class RankLost(UserError):
-    """A peer died, stopped or stalled."""
-
-    exit_code = Exit.RANK_LOST
-
-
 def nearest(word: str, accepted: Iterable[str]) -> str:
     """``"; did you mean 'x'?"`` for the closest accepted name, or an empty string."""
     match = difflib.get_close_matches(str(word), list(accepted), n=1, cutoff=0.6)

@@ -54,7 +54,7 @@ def load_transport(plan: Plan) -> Any:
     return load_member("transport", _BY_LAYOUT[plan.transport.layout], plan.transport.name)
 
 
-def build_transport(plan: Plan, world: World, **extra: Any) -> Transport:
+def build_transport(plan: Plan, world: World) -> Transport:
     """The transport the plan names."""
-    member: Transport = load_transport(plan)(plan, world, **extra)
+    member: Transport = load_transport(plan)(plan, world)
     return member
