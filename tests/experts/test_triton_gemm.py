@@ -18,10 +18,13 @@ from epdecode.experts.reference import expert_mlp, plain, plain_weights, select
 from epdecode.experts.triton_gemm import TritonGemm
 from epdecode.kernels.fp8 import mn_major_scales, quantize_block, quantize_ref
 from epdecode.plan.expert_choice import Choice, ExpertShape
+from epdecode.verify import fp8_tolerance
 from tests.small import plain_router, small_model, small_plan
 
 HIDDEN, SIZE, EXPERTS, CAPACITY = 512, 256, 3, 64
 CPU = torch.device("cpu")
+CLOSE = fp8_tolerance(SIZE)
+"""The fused kernel rounds no bfloat16 intermediate, so some activations fall on other FP8 steps."""
 
 
 def model(weight_format="fp8_block128"):
@@ -165,7 +168,7 @@ def test_every_cut_of_the_fused_kernel(cut, device):
         again = out.clone()
         chain(batch.rows, weights, batch.counts, out, cut, no_mark)
         assert torch.equal(out, again)
-        assert all(error < 0.02 for error in errors(out, batch, weights))
+        assert max(errors(out, batch, weights), default=0.0) < CLOSE
         for expert, count in enumerate(counts):
             assert (out[expert, count:] == 9.0).all()
 
@@ -182,4 +185,4 @@ def test_one_graph_serves_every_load(device):
     for counts in ([64, 64, 64], [0, 0, 0], [1, 0, 50], [0, 64, 0], [16, 17, 18]):
         batch.counts.copy_(torch.tensor(counts, dtype=torch.int32))
         graph.replay()
-        assert all(error < 0.02 for error in errors(out, batch, weights))
+        assert max(errors(out, batch, weights), default=0.0) < CLOSE
