@@ -14,7 +14,7 @@ from epdecode.clock import Clock, build_clock
 from epdecode.config import Config
 from epdecode.experts import Experts, build_experts
 from epdecode.graphs import EagerStep, GraphStep, Step, StepInputs
-from epdecode.kernels.rms_norm import rms_norm, rms_norm_ref
+from epdecode.kernels.rms_norm import add_rms_norm, add_rms_norm_ref, rms_norm, rms_norm_ref
 from epdecode.kernels.router import router, router_ref
 from epdecode.layer import MoELayer
 from epdecode.ledger import Ledger
@@ -59,8 +59,7 @@ class Runtime:
         Collective: every rank calls it, with zero rows where it has none. ``given``: make_route.
         """
         num_tokens = torch.tensor([x.shape[0]], dtype=torch.int32, device=x.device)
-        out, _ = self.layers[layer].apply(x, given, num_tokens, no_mark)
-        return out
+        return self.layers[layer].apply(x, given, num_tokens, no_mark)
 
     def eager(self) -> EagerStep:
         """The step launched from the host."""
@@ -108,7 +107,11 @@ def build(config: Config, plan: Plan, world: World, sources: Sources = NO_SOURCE
         shared,
         tally.around_router if tally else _as_it_is,
     )
-    layers = tuple(make(index, one) for index, one in enumerate(weights))
+    following = (*(one.norm for one in weights[1:]), None)
+    layers = tuple(
+        make(index, one, norm)
+        for index, (one, norm) in enumerate(zip(weights, following, strict=True))
+    )
     ledger.note("workspaces")
     return Runtime(
         plan=plan,
@@ -140,9 +143,12 @@ class _LayerMaker:
     shared: Callable[[LayerWeights], SharedExpert]
     watch_router: Callable[[Router], Router]
 
-    def __call__(self, index: int, weights: LayerWeights) -> MoELayer:
-        norm_op = rms_norm if self.inputs.hidden.is_cuda else rms_norm_ref
-        eps = self.plan.model.rms_norm_eps
+    def __call__(
+        self, index: int, weights: LayerWeights, next_norm: torch.Tensor | None
+    ) -> MoELayer:
+        on_gpu, eps = self.inputs.hidden.is_cuda, self.plan.model.rms_norm_eps
+        norm_op = rms_norm if on_gpu else rms_norm_ref
+        end_op = add_rms_norm if on_gpu else add_rms_norm_ref
         return MoELayer(
             norm=lambda hidden: norm_op(hidden, weights.norm, eps, torch.empty_like(hidden)),
             router=self.watch_router(_router(self.config, self.plan, self.inputs, index, weights)),
@@ -150,6 +156,7 @@ class _LayerMaker:
             experts=self.experts,
             weights=self.experts.prepare(weights.experts),
             shared=self.shared(weights),
+            end=partial(end_op, weight=next_norm, eps=eps),
         )
 
 

@@ -96,9 +96,11 @@ def run_layers(
 ) -> StepOutput:
     """All layers in order: hidden states evolve from one to the next."""
     hidden = inputs.hidden[:bucket]
+    normed = layers[0].norm(hidden)
     traces = []
     for layer in layers:
-        hidden, trace = layer(hidden, inputs.num_tokens, mark)
+        end, trace = layer(hidden, normed, inputs.num_tokens, mark)
+        hidden, normed = end.hidden, end.normed
         traces.append(trace)
     return StepOutput(hidden, tuple(traces))
 

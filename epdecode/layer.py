@@ -1,4 +1,4 @@
-"""The MoE layer: norm, route, dispatch, experts, combine, residual. Names no backend."""
+"""The MoE layer: route, dispatch, experts, combine, residual, next norm. Names no backend."""
 
 from __future__ import annotations
 
@@ -10,9 +10,14 @@ import torch
 
 from epdecode.batch import Mark, Route
 from epdecode.experts import Experts
+from epdecode.kernels.rms_norm import LayerEnd
 from epdecode.router import Router
 from epdecode.shared import SharedExpert
 from epdecode.transport import Transport
+
+Norm = Callable[[torch.Tensor], torch.Tensor]
+End = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], LayerEnd]
+"""end(hidden, routed, shared or None): the sums that close a layer and the norm that follows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,27 +39,37 @@ class LayerTrace:
 class MoELayer:
     """One layer on one rank, built from members chosen once (build.py)."""
 
-    norm: Callable[[torch.Tensor], torch.Tensor]
+    norm: Norm
+    """Of this layer's input. In a step only the first layer calls it: ``end`` of the layer before
+    has done it for the others."""
     router: Router
     transport: Transport
     experts: Experts
     weights: Any
     shared: SharedExpert
+    end: End
 
     def __call__(
-        self, hidden: torch.Tensor, num_tokens: torch.Tensor, mark: Mark
-    ) -> tuple[torch.Tensor, LayerTrace]:
-        """hidden [T, H] bfloat16 of which num_tokens (int32 [1]) are real -> next hidden, trace."""
-        normed = self.norm(hidden)
+        self, hidden: torch.Tensor, normed: torch.Tensor, num_tokens: torch.Tensor, mark: Mark
+    ) -> tuple[LayerEnd, LayerTrace]:
+        """hidden and its norm [T, H] bfloat16, num_tokens (int32 [1]) of them real."""
         route = self.router(normed, num_tokens)
         mark("route")
-        out, counts = self.apply(normed, route, num_tokens, mark)
-        return hidden + out, LayerTrace(hidden, normed, route, out, counts)
+        routed, shared, counts = self._exchange(normed, route, num_tokens, mark)
+        end = self.end(hidden, routed, shared)
+        return end, LayerTrace(hidden, normed, route, end.out, counts)
 
     def apply(
         self, normed: torch.Tensor, route: Route, num_tokens: torch.Tensor, mark: Mark
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Routed and shared experts on rows already normed, by a given route; also the counts."""
+    ) -> torch.Tensor:
+        """Routed and shared experts on rows already normed, by a given route."""
+        routed, shared, _ = self._exchange(normed, route, num_tokens, mark)
+        return routed if shared is None else routed + shared
+
+    def _exchange(
+        self, normed: torch.Tensor, route: Route, num_tokens: torch.Tensor, mark: Mark
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+        """What the routed experts gave, what the shared one gave, and the counts."""
         sending = self.transport.dispatch(normed, route)
         mark("dispatch_send")
         self.shared.start(normed, num_tokens)
@@ -66,6 +81,6 @@ class MoELayer:
         mark("combine_send")
         routed = returning.wait()
         mark("combine_wait")
-        out = self.shared.add_to(routed)
+        shared = self.shared.join()
         mark("shared_expert")
-        return out, batch.counts
+        return routed, shared, batch.counts

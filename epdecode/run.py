@@ -18,11 +18,11 @@ from torch._C._distributed_c10d import Store
 
 from epdecode import envinfo, logs, world
 from epdecode.build import build
-from epdecode.config.load import find_preset, resolved_yaml
+from epdecode.config.load import find_preset, load_config, resolved_yaml
 from epdecode.errors import Exit, UserError
 from epdecode.launch.env import Launch, read_launch
 from epdecode.measure import measure
-from epdecode.oom import explained
+from epdecode.oom import check_free, explained
 from epdecode.outcome import blank_result, make_result
 from epdecode.plan import render
 from epdecode.report.console import print_report
@@ -51,9 +51,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         launch = read_launch(os.environ)
         logs.to_stderr(launch.rank)
-        setup = prepare(args.config, args.override)
         if args.print_config:
-            return _print_config(args, setup)
+            return _print_config(args, launch)
+        setup = prepare(args.config, args.override)
         fault = read_fault(os.environ, setup.config.debug.faults)
         die_with_launcher()
         store = meet(setup)
@@ -82,6 +82,7 @@ def _job(args: argparse.Namespace, setup: Setup, store: Store, watch: Watch) -> 
     samples = SampleWriter(folder, ranks.rank)
     watch.keep(samples.flush)
     watch.phase("load")
+    check_free(setup.plan, setup.device)
     with explained("loading", setup.plan, setup.device):
         runtime = build(setup.config, setup.plan, ranks, setup.sources)
     with explained("compiling, capturing or stepping", setup.plan, setup.device):
@@ -122,9 +123,10 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_intermixed_args(argv)
 
 
-def _print_config(args: argparse.Namespace, setup: Setup) -> int:
-    if setup.launch.rank == 0:
-        sys.stdout.write(resolved_yaml(setup.config, args.config))
+def _print_config(args: argparse.Namespace, launch: Launch) -> int:
+    """Needs no GPU, whatever the config is for."""
+    if launch.rank == 0:
+        sys.stdout.write(resolved_yaml(load_config(args.config, args.override), args.config))
     return Exit.OK
 
 

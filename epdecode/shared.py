@@ -14,7 +14,7 @@ from epdecode.experts import Experts, build_experts
 from epdecode.kernels.fp8 import mn_major_scales, num_groups, quantize_ref
 from epdecode.kernels.group_quant import group_quant
 from epdecode.plan import Plan
-from epdecode.plan.experts import MASKED_TILE
+from epdecode.plan.expert_site import shared_capacity
 from epdecode.weights.seeded import LayerWeights
 
 Fill = Callable[[torch.Tensor, Rows], None]
@@ -28,8 +28,8 @@ class SharedExpert(Protocol):
         """Begin on normed [T, H], of which num_tokens (int32 [1], on the device) are real."""
         ...
 
-    def add_to(self, routed: torch.Tensor) -> torch.Tensor:
-        """routed + shared, bfloat16 [T, H]."""
+    def join(self) -> torch.Tensor | None:
+        """Its output bfloat16 [T, H], once; None for a model that has no shared expert."""
         ...
 
 
@@ -39,9 +39,8 @@ class NoSharedExpert:
     def start(self, normed: torch.Tensor, num_tokens: torch.Tensor) -> None:
         """Nothing to do."""
 
-    def add_to(self, routed: torch.Tensor) -> torch.Tensor:
-        """The routed output as it is."""
-        return routed
+    def join(self) -> None:
+        """Nothing to add."""
 
 
 class Lane(Protocol):
@@ -106,16 +105,16 @@ class GroupedSharedExpert:
         def work() -> None:
             self._fill(normed, self._rows)
             batch = MaskedBatch(self._rows, num_tokens, normed.shape[0])
-            self._out = self._experts(batch, self._weights, no_mark)
+            self._out = self._experts(batch, self._weights, no_mark)[0, : normed.shape[0]]
 
         self._lane.run(work)
 
-    def add_to(self, routed: torch.Tensor) -> torch.Tensor:
-        """See SharedExpert. Padded rows add whatever the workspace holds; nobody reads them."""
+    def join(self) -> torch.Tensor:
+        """See SharedExpert. Padded rows hold whatever the workspace did; nobody reads them."""
         self._lane.join()
         if self._out is None:
-            raise RuntimeError("add_to before start")
-        return routed + self._out[0, : routed.shape[0]]
+            raise RuntimeError("join before start")
+        return self._out
 
 
 def shared_maker(
@@ -126,14 +125,12 @@ def shared_maker(
         return lambda weights: NoSharedExpert()
     wide = replace(plan.model, expert_size=plan.model.shared_size)
     masked = replace(plan.transport, layout="masked", wire=_input_format(plan))
-    experts = build_experts(
-        replace(plan, model=wide, num_local_experts=1, capacity=_rows(plan), transport=masked),
-        device,
-    )
+    loads = replace(plan.experts, loads=plan.experts.shared_loads)
+    one = replace(plan, model=wide, num_local_experts=1, capacity=_rows(plan), transport=masked)
+    experts = build_experts(replace(one, experts=loads), device)
     rows = _shared_rows(plan, device)
     fill = _fill(plan, device)
-    aside = config.overlap.shared_expert and device.type == "cuda"
-    lane: Lane = StreamLane() if aside else SerialLane()
+    lane = _lane(config, plan, device)
 
     def build_one(weights: LayerWeights) -> SharedExpert:
         if weights.shared is None:
@@ -143,14 +140,18 @@ def shared_maker(
     return build_one
 
 
+def _lane(config: Config, plan: Plan, device: torch.device) -> Lane:
+    aside = config.overlap.shared_expert and not plan.experts.shared_in_line
+    return StreamLane() if aside and device.type == "cuda" else SerialLane()
+
+
 def _input_format(plan: Plan) -> str:
     """Its rows cross no wire: bfloat16 weights get them unquantised, whatever the wire is."""
     return plan.transport.wire if plan.model.weight_format == "fp8_block128" else "bf16"
 
 
 def _rows(plan: Plan) -> int:
-    """Rows of the shared expert's block: whole GEMM tiles."""
-    return -(-plan.max_tokens // MASKED_TILE) * MASKED_TILE
+    return shared_capacity(plan.max_tokens)
 
 
 def _shared_rows(plan: Plan, device: torch.device) -> Rows:

@@ -33,7 +33,7 @@ def compile_all(runtime: Runtime) -> None:
             normed = layer.norm(hidden)
             layer.router(normed, runtime.inputs.num_tokens)
             layer.shared.start(normed, runtime.inputs.num_tokens)
-            layer.shared.add_to(normed)
+            layer.end(hidden, normed, layer.shared.join())
         runtime.transport.rehearse(bucket, experts)
     runtime.clock.synchronize()
     log.info("compiled for buckets %s", ", ".join(map(str, plan.buckets)))

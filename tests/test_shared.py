@@ -10,6 +10,7 @@ import torch
 from epdecode.batch import Batch, ExpertWeights, MaskedBatch, PackedBatch, Pending, Route, no_mark
 from epdecode.build import Runtime, build
 from epdecode.graphs import StepBatch, fill
+from epdecode.kernels.rms_norm import LayerEnd
 from epdecode.kernels.router import router_ref
 from epdecode.layer import MoELayer
 from epdecode.plan import Plan, make_plan
@@ -119,9 +120,9 @@ class Recorder:
     def start(self, normed: torch.Tensor, num_tokens: torch.Tensor) -> None:
         self.note("shared started")
 
-    def add_to(self, routed: torch.Tensor) -> torch.Tensor:
-        self.note("shared added")
-        return routed + 1
+    def join(self) -> torch.Tensor:
+        self.note("shared joined")
+        return torch.ones(2, 4)
 
 
 def test_the_shared_expert_starts_while_dispatch_waits_and_is_added_last() -> None:
@@ -133,19 +134,21 @@ def test_the_shared_expert_starts_while_dispatch_waits_and_is_added_last() -> No
         experts=lambda batch, weights, mark: batch.rows,
         weights=None,
         shared=parts,
+        end=lambda hidden, routed, shared: LayerEnd(routed + shared, hidden, hidden),
     )
-    out, _ = layer(torch.zeros(2, 4), torch.tensor([2]), no_mark)
+    end, trace = layer(torch.zeros(2, 4), torch.zeros(2, 4), torch.tensor([2]), no_mark)
     assert parts.calls == [
-        "dispatch", "shared started", "arrived", "combine", "returned", "shared added"
+        "dispatch", "shared started", "arrived", "combine", "returned", "shared joined"
     ]  # fmt: skip
-    assert (out == 1).all()
+    assert (end.out == 1).all()
+    assert trace.out is end.out
 
 
 def test_a_model_without_shared_experts_adds_nothing() -> None:
     routed = torch.randn(3, 4)
     nothing = NoSharedExpert()
     nothing.start(routed, torch.tensor([3]))
-    assert nothing.add_to(routed) is routed
+    assert nothing.join() is None
 
 
 def test_work_in_line_is_done_at_once() -> None:

@@ -21,7 +21,7 @@ from epdecode.bench.kernel_shapes import Shape
 from epdecode.bench.pack_cases import pack_case, unpack_weighted_case
 from epdecode.kernels.fp8 import GROUP, ScaleFormat, mn_major_scales, quantize_ref
 from epdecode.kernels.group_quant import Layout, empty_quantized, group_quant, group_quant_ref
-from epdecode.kernels.rms_norm import rms_norm, rms_norm_ref
+from epdecode.kernels.rms_norm import add_rms_norm, add_rms_norm_ref, rms_norm, rms_norm_ref
 from epdecode.kernels.router import RouterRule, router, router_ref
 from epdecode.kernels.swiglu_quant import swiglu_quant, swiglu_quant_ref
 
@@ -188,11 +188,39 @@ def rms_norm_case(shape: Shape) -> Case:
     return Case("rms_norm", shape, tokens * hidden * 4, build)
 
 
+def add_rms_norm_case(shape: Shape) -> Case:
+    """T, H -> routed + shared + residual and the next RMSNorm."""
+    tokens, hidden = int(shape["T"]), int(shape["H"])
+
+    def build(device: torch.device, sets: int) -> Built:
+        weight = torch.rand(hidden, device=device).to(torch.bfloat16)
+
+        def rows() -> torch.Tensor:
+            return torch.randn(tokens, hidden, device=device).to(torch.bfloat16)
+
+        inputs = [(rows(), rows(), rows(), weight, 1e-6) for _ in range(sets)]
+        calls: tuple[Call, ...] = tuple(partial(add_rms_norm, *one) for one in inputs)
+
+        def difference() -> str:
+            got, want = add_rms_norm(*inputs[0]), add_rms_norm_ref(*inputs[0])
+            for name in ("out", "hidden", "normed"):
+                off = (getattr(got, name).float() - getattr(want, name).float()).abs().max()
+                # Values are a few units large: a bfloat16 step there.
+                if not float(off) <= 2**-4:
+                    return f"{name} off by {float(off):.2g}"
+            return ""
+
+        return Built(calls, partial(add_rms_norm_ref, *inputs[0]), None, difference)
+
+    return Case("add_rms_norm", shape, tokens * hidden * 12, build)
+
+
 CASES: dict[str, Callable[[Shape], Case]] = {
     "swiglu_quant": swiglu_quant_case,
     "group_quant": group_quant_case,
     "router": router_case,
     "rms_norm": rms_norm_case,
+    "add_rms_norm": add_rms_norm_case,
     "pack": pack_case,
     "unpack_weighted": unpack_weighted_case,
 }

@@ -45,6 +45,7 @@ def default_shapes() -> Iterator[tuple[str, Shape]]:
         yield "router", {"T": tokens, "experts": num_experts, "rule": rule}
     for tokens in (1, 128, 1024):
         yield "rms_norm", {"T": tokens, "H": 7168}
+        yield "add_rms_norm", {"T": tokens, "H": 7168}
     for received, op in product((128, 1024, 8192), ("pack", "unpack_weighted")):
         yield op, {"R": received, "E": 32, "K": 4, "H": 7168}
 

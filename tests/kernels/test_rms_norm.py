@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from epdecode.errors import ConfigError
-from epdecode.kernels.rms_norm import rms_norm, rms_norm_ref
+from epdecode.kernels.rms_norm import add_rms_norm, add_rms_norm_ref, rms_norm, rms_norm_ref
 from tests.kernels.kit import both
 
 SHAPES = [(1, 128), (3, 200), (5, 4096), (2, 7168), (0, 256)]
@@ -25,14 +25,42 @@ def test_equals_ref(exact, tokens, hidden, dtype, device):
 
 @both
 @pytest.mark.parametrize(("tokens", "hidden"), SHAPES)
-def test_residual_is_added_first_and_kept(exact, tokens, hidden, device):
-    x, residual = (torch.randn(tokens, hidden, device=device).bfloat16() for _ in range(2))
-    weight = torch.rand(hidden, device=device)
-    mine, theirs = residual.clone(), residual.clone()
-    got = rms_norm(x, weight, 1e-6, torch.empty_like(x), mine)
-    want = rms_norm_ref(x, weight, 1e-6, torch.empty_like(x), theirs)
-    torch.testing.assert_close(mine, theirs, rtol=0 if exact else 2**-7, atol=0)
-    torch.testing.assert_close(got, want, rtol=2**-6, atol=1e-5)
+@pytest.mark.parametrize("with_shared", [False, True])
+@pytest.mark.parametrize("with_norm", [False, True])
+def test_the_end_of_a_layer(exact, tokens, hidden, with_shared, with_norm, device):
+    stream, routed, shared = (
+        torch.randn(tokens, hidden, device=device).bfloat16() for _ in range(3)
+    )
+    before = stream.clone()
+    given = (
+        shared if with_shared else None,
+        torch.rand(hidden, device=device) if with_norm else None,
+    )
+    got, want = (
+        add_rms_norm(stream, routed, *given, 1e-6),
+        add_rms_norm_ref(stream, routed, *given, 1e-6),
+    )
+    assert torch.equal(stream, before)
+    step = 0 if exact else 2**-7
+    torch.testing.assert_close(got.out, want.out, rtol=step, atol=0)
+    torch.testing.assert_close(got.hidden, want.hidden, rtol=2 * step, atol=2 * step)
+    torch.testing.assert_close(
+        got.normed, want.normed, rtol=2**-6, atol=2**-5 if not exact else 1e-5
+    )
+
+
+def test_without_shared_rows_or_a_norm_nothing_is_copied(device):
+    stream, routed = (torch.randn(3, 256, device=device).bfloat16() for _ in range(2))
+    end = add_rms_norm_ref(stream, routed, None, None, 1e-6)
+    assert end.out is routed
+    assert end.normed is end.hidden
+    assert torch.equal(end.hidden, stream + routed)
+
+
+def test_shared_rows_of_another_shape_are_refused(device):
+    stream = torch.zeros(2, 8).bfloat16()
+    with pytest.raises(ConfigError, match=r"shared's shape is \(1, 8\); accepted: \(2, 8\)"):
+        add_rms_norm(stream, stream, stream[:1], None, 1e-6)
 
 
 def test_the_rule_in_its_own_words(device):
