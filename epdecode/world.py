@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import socket
 from collections.abc import Mapping
@@ -13,8 +14,11 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
-from epdecode.errors import ConfigError, EnvironmentFault, UserError
+from epdecode.errors import ConfigError, EnvironmentFault, OutOfMemory, UserError
 from epdecode.launch.env import Launch, check_network
+from epdecode.oom import find_shortage
+
+log = logging.getLogger("epdecode.world")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,11 +57,26 @@ class World:
 
 
 def choose_device(local_rank: int, cpu: bool) -> torch.device:
-    """CUDA device local_rank modulo the device count, set before anything touches CUDA."""
+    """CUDA device local_rank modulo the device count, set before anything touches CUDA.
+
+    Raises OutOfMemory when the device is full already.
+    """
     if cpu or not torch.cuda.is_available():
         return torch.device("cpu")
     device = torch.device("cuda", local_rank % torch.cuda.device_count())
-    torch.cuda.set_device(device)
+    try:
+        torch.cuda.set_device(device)
+        torch.cuda.mem_get_info(device)  # the context is made here
+    except RuntimeError as error:
+        if find_shortage(error) is None:
+            raise
+        message = (
+            f"out of memory: no room for a CUDA context on {device}: nvidia-smi says who is there"
+        )
+        if local_rank:
+            # Of errors this early only a node's first rank speaks, and it may have another device.
+            log.error(message)
+        raise OutOfMemory(message) from error
     return device
 
 
