@@ -85,7 +85,7 @@ def test_print_config_prints_yaml_and_does_nothing(tmp_path: Path) -> None:
 
 
 def test_print_config_needs_no_gpu() -> None:
-    done = run(["--config", "deepseek_v3-h200-deepep_ll", "--print-config"])
+    done = run([*ONE, "--config", "deepseek_v3-h200-deepep_ll", "--print-config"])
     assert done.returncode == 0, done.stderr
     assert yaml.safe_load(done.stdout)["transport"]["name"] == "deepep_ll"
 
