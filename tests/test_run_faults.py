@@ -92,6 +92,14 @@ def test_killed_rank(job):
     assert "rank 1" in err
 
 
+def test_skipped_step(job):
+    run = job("debug.faults=true", "run.steps=20", EPDECODE_FAULT="skip@1:3:route")
+    line, _ = run.end()
+    cause = line["cause"]
+    assert (line["exit_code"], cause["kind"], cause["rank"]) == (6, "skipped", 1)
+    assert "left a step or stage out" in cause["message"]
+
+
 def test_killed_before_there_is_a_folder(job):
     run = job("debug.faults=true", EPDECODE_FAULT="kill@1:*:join")
     line, _ = run.end()

@@ -44,7 +44,7 @@ from epdecode.watch.beats import Store, Verdict
 from epdecode.watch.faults import NO_FAULT, Fault
 from epdecode.watch.judge import Judge, Seat
 from epdecode.watch.leave import Leaver
-from epdecode.watch.progress import PhaseName, Progress
+from epdecode.watch.progress import PASS_END, PhaseName, Progress
 from epdecode.watch.signals import SignalInbox
 
 log = logging.getLogger("epdecode.watch")
@@ -134,6 +134,9 @@ class Watch:
                 continue
             self.progress(step, STAGES[0])
             yield step
+        # No tick: a rank that left a step out is told by having fewer of them than its peers.
+        self._at.stage = PASS_END
+        self._at.moved()
 
     def close(self, exit_code: int = Exit.OK, cause: Cause | None = None) -> None:
         """The run is over and rank 0 has saved it. Waits for rank 0's word, so that no rank's exit

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from epdecode.config import LimitsConfig
 from epdecode.result import Cause
 from epdecode.watch.processes import State
-from epdecode.watch.progress import PHASES, START, PhaseName, Position
+from epdecode.watch.progress import PASS_END, PHASES, START, PhaseName, Position
 
 SLOW_PHASE_STALE = 10.0
 """Outside the timed steps a rank may hold the GIL this many times stale_s: it loads libraries,
@@ -98,7 +98,7 @@ def _stalled(now: float, seen: Sequence[Seen], limits: LimitsConfig) -> Cause | 
     first, furthest = behind[0], max(seen, key=lambda one: one.advance)
     if not stuck:
         return None
-    if PHASES.index(first.at.phase) > PHASES.index(furthest.at.phase):
+    if _went_past(first.at, furthest.at):
         return _cause("skipped", behind, "left a step or stage out that its peers wait in")
     if first not in stuck:
         return None
@@ -112,6 +112,14 @@ def _stalled(now: float, seen: Sequence[Seen], limits: LimitsConfig) -> Cause | 
             f"the transport or the network hangs",
         )
     return _cause("stalled", behind, f"made no progress for {limit:g} s")
+
+
+def _went_past(least: Position, furthest: Position) -> bool:
+    """The rank with the fewest stages behind it has come to the end of what others are still in."""
+    if least.phase == furthest.phase == "steps":
+        same_pass = (furthest.step or 0) >= (least.step or 0)
+        return least.stage == PASS_END and same_pass and least.ticks < furthest.ticks
+    return PHASES.index(least.phase) > PHASES.index(furthest.phase)
 
 
 def _cause(kind: str, ranks: Sequence[Seen], what: str) -> Cause | None:
@@ -134,6 +142,8 @@ def _stage(one: Seen) -> str:
 
 
 def _place(one: Seen) -> str:
+    if _stage(one) == PASS_END:
+        return f"after step {one.at.step}, the last of a pass"
     return (
         f"in step {one.at.step}, stage {_stage(one)}"
         if one.at.phase == "steps"

@@ -14,6 +14,9 @@ from typing import Literal
 PhaseName = Literal["join", "load", "warmup", "steps", "report", "left"]
 PHASES: tuple[PhaseName, ...] = ("join", "load", "warmup", "steps", "report", "left")
 
+PASS_END = "pass_end"
+"""The stage of a rank that has begun every step of a pass and waits for its peers."""
+
 RECORD = struct.Struct("<5q32s")
 """phase, step (-1 = none), ticks, moves, length of the stage, stage."""
 

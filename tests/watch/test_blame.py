@@ -4,7 +4,7 @@ import pytest
 
 from epdecode.config import LimitsConfig
 from epdecode.watch.blame import Seen, find_fault, progress_limit, stale_limit
-from epdecode.watch.progress import Position
+from epdecode.watch.progress import PASS_END, Position
 
 LIMITS = LimitsConfig(join_s=60, warmup_s=600, step_s=20, stale_s=3)
 NOW = 1000.0
@@ -113,6 +113,33 @@ def test_skipped_step():
         seen(2, idle=21, ticks=40, step=9, waits=True),
     )
     assert (cause.kind, cause.rank) == ("skipped", 1)
+
+
+@pytest.mark.parametrize(("step", "stage"), [(9, "combine_wait"), (9, PASS_END)])
+def test_skipped_step_of_a_pass(step, stage):
+    """Rank 1 waits for its peers between two passes."""
+    cause = judge(
+        seen(0, idle=21, ticks=40, step=step, stage=stage, waits=True),
+        seen(1, idle=21, ticks=36, step=9, stage=PASS_END, waits=True),
+    )
+    assert (cause.kind, cause.rank, cause.stage) == ("skipped", 1, PASS_END)
+    assert "after step 9, the last of a pass" in cause.message
+
+
+def test_asleep_between_two_passes_is_no_skipped_step():
+    cause = judge(
+        seen(0, idle=21, ticks=41, step=0, waits=True),
+        seen(1, idle=21, ticks=40, step=9, stage=PASS_END),
+    )
+    assert (cause.kind, cause.rank) == ("stalled", 1)
+
+
+def test_waiting_at_the_end_of_a_pass_for_one_asleep_in_its_last_step():
+    cause = judge(
+        seen(0, idle=21, ticks=40, step=9, stage=PASS_END, waits=True),
+        seen(1, idle=21, ticks=40, step=9, stage="combine_wait"),
+    )
+    assert (cause.kind, cause.rank) == ("stalled", 1)
 
 
 def test_left_early_with_fewer_stages():
