@@ -18,6 +18,7 @@ from epdecode.errors import ConfigError, EnvironmentFault, OutOfMemory, UserErro
 from epdecode.launch.env import Launch, check_network
 from epdecode.oom import find_shortage
 
+LOOPBACK = "127.0.0.1"
 log = logging.getLogger("epdecode.world")
 
 
@@ -81,23 +82,38 @@ def choose_device(local_rank: int, cpu: bool) -> torch.device:
 
 
 def open_store(launch: Launch, timeout_s: float) -> Store:
-    """The key-value store of this launch; a world of one keeps its own in memory."""
+    """The key-value store of this launch; a world of one keeps its own in memory.
+
+    Without a launcher that serves one rank 0 does: on loopback only when all ranks are on its host.
+    """
     if launch.world_size == 1 and not launch.master_addr:
         return HashStore()
+    serves = launch.rank == 0 and not launch.agent_store
+    here = launch.one_node and not launch.agent_store
+    host = LOOPBACK if here else launch.master_addr
     try:
         return TCPStore(
-            launch.master_addr,
+            host,
             launch.master_port,
             launch.world_size,
-            is_master=launch.rank == 0 and not launch.agent_store,
+            is_master=serves,
             timeout=timedelta(seconds=timeout_s),
             wait_for_workers=False,
+            master_listen_fd=_loopback(launch.master_port) if serves and here else None,
         )
     except (RuntimeError, OSError, ValueError) as error:
         raise EnvironmentFault(
-            f"rank {launch.rank} cannot reach the store at {launch.master_addr}:"
+            f"rank {launch.rank} cannot {'serve' if serves else 'reach'} the store at {host}:"
             f"{launch.master_port} within {timeout_s:g} s: {error}"
         ) from error
+
+
+def _loopback(port: int) -> int:
+    """A bound socket, which the store takes over: left to itself it binds all interfaces."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as made:
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        made.bind((LOOPBACK, port))
+        return made.detach()
 
 
 def agree(

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import multiprocessing
+import socket
 import tempfile
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -87,6 +89,52 @@ def test_a_rank_that_never_comes_is_named_in_time() -> None:
     assert ended[0][0] is EnvironmentFault
     assert "rank(s) 1 of 2 did not join within limits.join_s = 1 s" in ended[0][1]
     assert time.monotonic() - began < 20
+
+
+def launched(rank: int, address: str, port: int, **more: object) -> Launch:
+    here = {"local_rank": rank, "local_world_size": 2, **more}
+    return Launch(rank=rank, world_size=2, master_addr=address, master_port=port, **here)
+
+
+def listening(port: int) -> set[str]:
+    """Addresses at which this process listens at the port."""
+    return {
+        one.laddr.ip
+        for one in psutil.Process().net_connections("tcp")
+        if one.status == psutil.CONN_LISTEN and one.laddr.port == port
+    }
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", socket.gethostname(), "192.0.2.1"])
+def test_rank_0s_own_store_on_one_node_listens_on_loopback_only(address) -> None:
+    """Whatever address the environment gives the first node."""
+    port = free_port()
+    mine = open_store(launched(0, address, port), 5)
+    assert listening(port) == {"127.0.0.1"}
+    other = open_store(launched(1, address, port), 5)
+    other.set("key", "value")
+    assert mine.get("key") == b"value"
+    assert mine.clone().get("key") == b"value"
+
+
+def test_rank_0s_own_store_of_several_nodes_is_reached_from_them() -> None:
+    port = free_port()
+    store = open_store(launched(0, "127.0.0.1", port, local_world_size=1), 5)
+    assert listening(port) in ({"0.0.0.0"}, {"::"})  # noqa: S104 - what it must be there
+    del store
+
+
+def test_a_port_in_use_is_an_environment_fault() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(EnvironmentFault, match=rf"rank 0 cannot serve .*:{port} .*in use"):
+            open_store(launched(0, "127.0.0.1", port), 1)
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as one:
+        port: int = one.getsockname()[1]
+        return port
 
 
 def test_a_store_that_cannot_be_reached_is_an_environment_fault() -> None:
