@@ -7,6 +7,7 @@ import typer
 from epdecode.bench.experts import experts
 from epdecode.bench.kernels import kernels
 from epdecode.bench.ladder import ladder
+from epdecode.bench.layer import layer
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -16,6 +17,7 @@ app = typer.Typer(
 app.command("kernels")(kernels)
 app.command("experts")(experts)
 app.command("ladder")(ladder)
+app.command("layer")(layer)
 
 
 @app.callback()

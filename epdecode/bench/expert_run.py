@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from epdecode.bench import expert_backends as backends
-from epdecode.bench.expert_cases import LAYERS, ExpertCase, Inputs, error_of, make_inputs
+from epdecode.bench.expert_cases import LAYERS, ExpertCase, Inputs, error_of, make_inputs, untouched
 from epdecode.bench.expert_report import Line
 from epdecode.bench.timing import graph_us
 from epdecode.errors import EnvironmentFault
@@ -73,6 +73,9 @@ def _measure(
     inputs.out.fill_(torch.nan)
     layer(0)
     error = error_of(inputs)
+    note = "" if error < WRONG else f"wrong: {error:.3g}"
+    if backend == "triton_gemm" and not untouched(inputs):
+        note = "wrong: rows past a count were written"
     shape = case.shape
     line = Line(
         experts=shape.experts,
@@ -81,8 +84,8 @@ def _measure(
         size=shape.size,
         load=case.load,
         backend=backend,
-        correct=error < WRONG,
-        note="" if error < WRONG else f"wrong: {error:.3g}",
+        correct=not note,
+        note=note,
         choice=choice,
         error=error if error < float("inf") else None,
         floor_us=floor,

@@ -7,8 +7,6 @@ routes, verified like any other; only the switches differ.
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
@@ -17,9 +15,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from epdecode.bench.job import run_job
 from epdecode.errors import Exit
 from epdecode.result import Result
-from epdecode.result.document import from_json
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +93,7 @@ def ladder(
     before: Result | None = None
     for index in _distinct(graphs):
         words = overrides_of(index, graphs)
-        status, result, path = _run(config, (*words, *given), ranks, out)
+        status, result, path = run_job(config, (*words, *given), ranks, out)
         steps.append(_step(RUNGS[index].name, words, status, result, path, (steps, before)))
         before = result or before
     if as_json:
@@ -111,29 +109,6 @@ def ladder(
 
 def _distinct(graphs: bool) -> list[int]:
     return [i for i, rung in enumerate(RUNGS) if not (graphs and rung.name == "CUDA graph")]
-
-
-def _run(
-    config: str, overrides: tuple[str, ...], ranks: int, out: Path
-) -> tuple[str, Result | None, str | None]:
-    """Status (or why it did not run), result and its path."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    command = [sys.executable, *(launcher if ranks > 1 else []), "-m", "epdecode.run"]
-    done = subprocess.run(
-        [*command, "--config", config, "--out", str(out), *overrides],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    try:
-        line = json.loads(done.stdout.splitlines()[-1])
-    except (IndexError, ValueError):
-        return f"ended with {done.returncode}: {done.stderr[-300:].strip()}", None, None
-    if not line.get("result"):
-        cause = line.get("cause") or {}
-        return f"not here: {cause.get('message', 'no cause given')}", None, None
-    path = line["result"]
-    return line["status"], from_json(Path(path).read_text(), path), path
 
 
 def _step(

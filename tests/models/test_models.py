@@ -14,6 +14,7 @@ from epdecode.plan import make_plan
 # (hidden, expert_size, num_experts, top_k, num_shared_experts, num_moe_layers)
 PUBLISHED = {
     "deepseek-v3": (7168, 2048, 256, 8, 1, 58),
+    "deepseek-v3-routed": (7168, 2048, 256, 8, 0, 58),
     "deepseek-v2-lite": (2048, 1408, 64, 6, 2, 26),
     "kimi-k2": (7168, 2048, 384, 8, 1, 60),
     "qwen3-235b-a22b": (4096, 1536, 128, 8, 0, 94),
