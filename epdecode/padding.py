@@ -28,5 +28,5 @@ def packed_rows_use(plan: Plan, world: World, load: Sequence[torch.Tensor]) -> P
         aligned_rows=float(aligned[busiest]),
         planned_rows=plan.transport.packed_rows,
         worst_case=plan.transport.worst_case_rows,
-        buffer_bytes=plan.memory["packing"] + plan.memory["workspaces"],
+        buffer_bytes=plan.memory["packing"] + sum(plan.experts.workspace_bytes),
     )

@@ -18,6 +18,7 @@ from epdecode.build import Runtime, build
 from epdecode.config import Config
 from epdecode.config.load import digest, load_config, load_model
 from epdecode.errors import EnvironmentFault
+from epdecode.experts.tuned_table import kernels_here
 from epdecode.jit_cache import use_cache
 from epdecode.launch.env import Launch, read_launch
 from epdecode.models import ModelShape
@@ -68,6 +69,7 @@ def prepare(config_path: str | Path | None, overrides: Sequence[str] = ()) -> Se
         ranks_per_node=launch.local_world_size,
         recorded=recorded,
         qp_depth_set=_qp_depth(os.environ),
+        kernels=kernels_here(device),
     )
     on_gpu = device.type == "cuda"
     cache = use_cache(_compiled_for(device), os.environ) if on_gpu else None

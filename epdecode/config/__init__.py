@@ -54,9 +54,10 @@ class ExpertsConfig:
 
     name: Literal["auto", "torch_loop", "deepgemm", "triton_gemm", "tuned"] = "auto"
     """torch_loop = plain PyTorch, on any machine; deepgemm = DeepGEMM's grouped FP8 GEMMs;
-    triton_gemm = our own in Triton; tuned = for each bucket the faster of these two by the table of
-    `epdecode bench experts --tune`; auto = deepgemm on a GPU (triton_gemm for bf16 weights),
-    torch_loop without."""
+    triton_gemm = our own in Triton; tuned = for each bucket the faster of these two, by the table
+    of `epdecode bench experts --tune` on this machine, else by a rule from one H200; auto = tuned
+    for FP8 weights and masked rows on Hopper, deepgemm for FP8 weights otherwise, triton_gemm for
+    bf16 weights (packed: torch_loop), torch_loop without a GPU. The plan lists what each bucket gets."""
     scale_format: Literal["auto", "fp32", "ue8m0"] = "auto"
     """Scales of quantised activations; auto = what the GPU's GEMM takes."""
     row_alignment: Size | Literal["auto"] = "auto"

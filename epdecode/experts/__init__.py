@@ -44,8 +44,14 @@ _BY_LAYOUT = {"masked": MEMBERS, "packed": PACKED_MEMBERS}
 
 
 def load_experts(plan: Plan) -> Any:
-    """The class the plan names; raises EnvironmentFault when its library cannot be loaded."""
-    return load_member("experts", _BY_LAYOUT[plan.transport.layout], plan.experts.name)
+    """The class the plan names; raises EnvironmentFault when its library cannot be loaded.
+
+    So too for a library that only some load or the shared expert needs.
+    """
+    members = _BY_LAYOUT[plan.transport.layout]
+    for backend in {*plan.experts.backends, *plan.experts.shared_backends}:
+        load_member("experts", members, backend)
+    return load_member("experts", members, plan.experts.name)
 
 
 def build_experts(plan: Plan, device: torch.device) -> Experts:

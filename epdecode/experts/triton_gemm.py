@@ -14,24 +14,23 @@ import torch
 from epdecode.batch import Batch, ExpertWeights, Fp8Rows, Mark, Rows
 from epdecode.errors import ConfigError
 from epdecode.experts.chains import ChainShape, build_chain, empty_fp8
-from epdecode.experts.tuned_table import table_of
 from epdecode.kernels.expert_quant import quantize_rows
 from epdecode.plan import Plan
-from epdecode.plan.expert_choice import ExpertShape, Table, choose
+from epdecode.plan.expert_choice import ExpertShape
+from epdecode.plan.expert_loads import choice_at
 
 
 class TritonGemm:
     """Chooses its kernels while building, their tiles by the load; workspaces are shared."""
 
-    def __init__(self, plan: Plan, device: torch.device, table: Table | None = None) -> None:
+    def __init__(self, plan: Plan, device: torch.device) -> None:
         shape = (plan.num_local_experts, plan.capacity, plan.model.hidden)
-        self._shape = shape_of(plan)
-        self._table = table_of(device) if table is None else table
+        self._loads = plan.experts.loads
         self._fp8 = plan.model.weight_format == "fp8_block128"
         self._out = torch.empty(shape, dtype=torch.bfloat16, device=device)
         self._chain = build_chain(
             ChainShape(
-                shape=self._shape,
+                shape=shape_of(plan),
                 capacity=plan.capacity,
                 fp8=self._fp8,
                 packed_scales=plan.experts.scale_format == "ue8m0",
@@ -55,7 +54,7 @@ class TritonGemm:
 
     def __call__(self, batch: Batch, weights: ExpertWeights, mark: Mark) -> torch.Tensor:
         """See Experts."""
-        choice = choose(self._shape, batch.expected_rows, self._table)
+        choice = choice_at(self._loads, batch.expected_rows)
         self._chain(self._enter(batch), weights, batch.counts, self._out, choice, mark)
         return self._out
 
@@ -65,7 +64,7 @@ class TritonGemm:
 
 
 def shape_of(plan: Plan) -> ExpertShape:
-    """What a table of choices is asked by."""
+    """The experts that a plan's member is built for."""
     return ExpertShape(
         experts=plan.num_local_experts, hidden=plan.model.hidden, size=plan.model.expert_size
     )

@@ -15,6 +15,8 @@ from epdecode.config.rules import config_rules, model_rules
 from epdecode.errors import ConfigError
 from epdecode.models import ModelShape
 from epdecode.plan import limits, memory
+from epdecode.plan.expert_loads import ASSUMED, Kernels
+from epdecode.plan.expert_site import Site
 from epdecode.plan.experts import ExpertsPlan, choose_experts, experts_problems
 from epdecode.plan.floors import (
     Floor,
@@ -106,12 +108,14 @@ def make_plan(  # noqa: PLR0913 - each one is a fact of the machine or of a file
     ranks_per_node: int | None = None,
     qp_depth_set: int | None = None,
     recorded: Recorded = NOTHING,
+    kernels: Kernels = ASSUMED,
 ) -> Plan:
     """The plan, or one ConfigError that lists every rule the config breaks.
 
     found: the GPU at hand; ranks_per_gpu: ranks that share one; ranks_per_node: None = one node;
     qp_depth_set: NVSHMEM_QP_DEPTH where the environment sets it; recorded: the files the config
-    names (read_recorded), without which recorded load counts as even.
+    names (read_recorded), without which recorded load counts as even; kernels: what the machine has
+    to run experts with.
     """
     device = resolve_device(config.hardware, found)
     if config.transport.name == "torch_a2a" and found is None:
@@ -134,19 +138,19 @@ def make_plan(  # noqa: PLR0913 - each one is a fact of the machine or of a file
         comm_sms=config.transport.num_sms,
         qp_depth_set=qp_depth_set,
     )
-    layout = layout_of(config)
-    experts, _ = choose_experts(config, shape, layout, device)
+    site = Site(config, shape, request, device, kernels)
+    experts, chosen = choose_experts(site)
     problems = limits.violations(request) + [str(breach) for breach in model_rules(shape)]
-    problems += experts_problems(experts, layout, request, shape.weight_format, device)
+    problems += experts_problems(experts, layout_of(config), request, shape.weight_format, device)
     if problems:
         raise ConfigError(_report(problems))
     loop = loop_layers(config.layers, model)
     placement = plan_placement(config, shape, loop, world_size, nodes, recorded)
-    plan = _assemble(config, shape, request, device, ranks_per_gpu, placement)
+    plan = _assemble(site, experts, ranks_per_gpu, placement)
     plan = replace(
         plan,
         plain_expert_size=model.expert_size,
-        chosen=model_choices(model, shape) | plan.chosen,
+        chosen=model_choices(model, shape) | chosen | plan.chosen,
     )
     if too_big := memory.does_not_fit(plan.memory, device, ranks_per_gpu):
         raise ConfigError(_report([too_big]))
@@ -154,15 +158,10 @@ def make_plan(  # noqa: PLR0913 - each one is a fact of the machine or of a file
 
 
 def _assemble(
-    config: Config,
-    model: ModelShape,
-    request: limits.Request,
-    device: Device | None,
-    ranks_per_gpu: int,
-    placement: PlacementPlan,
+    site: Site, experts: ExpertsPlan, ranks_per_gpu: int, placement: PlacementPlan
 ) -> Plan:
-    experts, chosen = choose_experts(config, model, layout_of(config), device)
-    transport, chosen_too = plan_transport(config, request, experts.name)
+    config, model, request, device = site.config, site.model, site.request, site.device
+    transport, chosen = plan_transport(config, request, experts.name)
     experts = _with_workspaces(experts, model, transport)
     num_local = request.num_experts // request.ep
     tokens = config.batch.tokens_per_rank
@@ -187,7 +186,7 @@ def _assemble(
         placement=placement,
         graph_enabled=config.graph.enabled,
         device=device,
-        memory=memory.of_rank(config, model, request, transport, experts.workspace_bytes),
+        memory=memory.of_rank(config, model, request, transport, experts),
         floors=stage_floors(
             model,
             Traffic(tokens=tokens, copies=copies, rows=rows, experts_hit=hit),
@@ -197,7 +196,7 @@ def _assemble(
         ),
         weight_floor_us=weight_floor_us(model, hit, device),
         copies_per_token=copies,
-        chosen=chosen | chosen_too,
+        chosen=chosen,
     )
 
 

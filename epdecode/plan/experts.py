@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal
 
-from epdecode.config import Config
-from epdecode.models import ModelShape
+from epdecode.plan.expert_loads import (
+    Load,
+    backends_of,
+    describe,
+    loads_of,
+    routed_rows,
+    shared_shape,
+)
+from epdecode.plan.expert_site import MASKED_TILE, Site, capability_of, shared_capacity
 from epdecode.plan.hardware import Device
 from epdecode.plan.limit_rule import Request
-
-MASKED_TILE = 128
-"""Rows of DeepGEMM's largest tile in the masked layout. A tile that starts inside an expert's block
-is stored whole, so a capacity that is no multiple of it lets one expert write into the next."""
+from epdecode.plan.transport import layout_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,48 +30,121 @@ class ExpertsPlan:
     fused_quant_layout: bool
     workspace_bytes: tuple[int, int] = (0, 0)
     """Packed rows: the two workspaces that all stages and layers share (workspaces.py)."""
+    loads: tuple[Load, ...] = ()
+    """triton_gemm and tuned: what each bucket of the routed experts runs on."""
+    shared_loads: tuple[Load, ...] = ()
+    """The same for the shared expert."""
+    shared_in_line: bool = False
+    """The shared expert must not run beside the routed ones: both take the one-kernel chain, whose
+    programs wait for each other, so that two at once could hold each other's SMs for ever."""
+
+    @property
+    def backends(self) -> tuple[str, ...]:
+        """What the routed experts are built of."""
+        return backends_of(self.loads) if self.name == "tuned" else (self.name,)
+
+    @property
+    def shared_backends(self) -> tuple[str, ...]:
+        """What the shared expert is built of."""
+        return backends_of(self.shared_loads) if self.name == "tuned" else (self.name,)
 
 
-def choose_experts(
-    config: Config, model: ModelShape, layout: str, device: Device | None
-) -> tuple[ExpertsPlan, dict[str, str]]:
+def choose_experts(site: Site) -> tuple[ExpertsPlan, dict[str, str]]:
     """The plan for a config without problems, and what ``auto`` became.
 
-    model: as it runs, so that its weight format is the one the GEMMs read.
+    site.model: as it runs, so that its weight format is the one the GEMMs read.
     """
+    experts, layout = site.config.experts, layout_of(site.config)
+    name: str = experts.name
     chosen = {}
-    name: str = config.experts.name
-    scales = config.experts.scale_format
-    gpu = config.transport.name != "torch_a2a" or device is not None
     if name == "auto":
-        name, why = _auto(gpu, model.weight_format, layout)
+        name, why = _auto(layout, site)
         chosen["experts.name"] = f"{name}: {why}"
-    if scales == "auto":
-        scales = "ue8m0" if gpu and _capability(device) >= (10, 0) else "fp32"
-        chosen["experts.scale_format"] = f"{scales}: compute capability {_capability(device)}"
+    if experts.scale_format == "auto":
+        why = f"compute capability {capability_of(site.device)}"
+        chosen["experts.scale_format"] = f"{site.scale_format}: {why}"
     plan = ExpertsPlan(
         name=name,
-        scale_format=scales,
-        fused_activation=config.experts.fused_activation,
-        fused_quant_layout=config.experts.fused_quant_layout,
+        scale_format=site.scale_format,
+        fused_activation=experts.fused_activation,
+        fused_quant_layout=experts.fused_quant_layout,
     )
+    if name in ("triton_gemm", "tuned") and layout == "masked":
+        plan, listed = _with_loads(plan, site)
+        chosen |= listed
     return plan, chosen
 
 
-def _auto(gpu: bool, weight_format: str, layout: str) -> tuple[str, str]:
-    if not gpu:
+def _auto(layout: str, site: Site) -> tuple[str, str]:
+    if not site.on_gpu:
         return "torch_loop", "no GPU"
-    if weight_format != "bf16":
-        return "deepgemm", "FP8 weights on a GPU"
-    if layout == "masked":
+    fp8 = site.model.weight_format != "bf16"
+    if layout == "packed":
+        if fp8:
+            return "deepgemm", "FP8 weights and packed rows on a GPU"
+        return "torch_loop", "no other member takes packed rows with bf16 weights"
+    if not fp8:
         return "triton_gemm", "DeepGEMM's FP8 GEMMs do not take bf16 weights"
-    return "torch_loop", "no other member takes packed rows with bf16 weights"
+    if why := site.why_two_kernels(site.shape, site.capacity):
+        return "deepgemm", f"FP8 weights on a GPU; no one-kernel chain: {why}"
+    return "tuned", "FP8 weights on Hopper: for each bucket the faster backend"
+
+
+def _with_loads(plan: ExpertsPlan, site: Site) -> tuple[ExpertsPlan, dict[str, str]]:
+    """The plan with its loads, and the lines that list them."""
+    buckets, table = site.config.batch.buckets, site.kernels.table
+    no_rival = site.why_no_deepgemm(site.capacity) if plan.name == "tuned" else "not asked for"
+    plan = replace(
+        plan,
+        loads=loads_of(
+            site.shape, buckets, partial(routed_rows, site.request), table, rival=not no_rival
+        ),
+    )
+    chosen = {"experts.loads": describe(plan.loads)}
+    if plan.name == "tuned" and no_rival:
+        chosen["experts.loads"] += f"; without DeepGEMM: {no_rival}"
+    if site.model.shared_size:
+        plan = _with_shared(plan, site)
+        chosen["experts.shared_loads"] = describe(plan.shared_loads)
+    if plan.shared_in_line and site.config.overlap.shared_expert:
+        chosen["overlap.shared_expert"] = (
+            "off: two chains of one kernel each, run at once, could wait for each other"
+        )
+    return plan, chosen
+
+
+def _with_shared(plan: ExpertsPlan, site: Site) -> ExpertsPlan:
+    shape, capacity = shared_shape(site.model), shared_capacity(site.request.max_tokens)
+    rival = plan.name == "tuned" and not site.why_no_deepgemm(capacity)
+    buckets, table = site.config.batch.buckets, site.kernels.table
+    loads = loads_of(shape, buckets, lambda tokens: tokens, table, rival=rival)
+    both = (
+        "triton_gemm" in backends_of(plan.loads)
+        and not site.why_two_kernels(site.shape, site.capacity)
+        and not site.why_two_kernels(shape, capacity)
+    )
+    if both and rival and site.config.overlap.shared_expert:
+        loads = tuple(_beside(load) for load in loads)
+    clash = both and "triton_gemm" in backends_of(loads)
+    return replace(plan, shared_loads=loads, shared_in_line=clash)
+
+
+def _beside(load: Load) -> Load:
+    """DeepGEMM, whose programs wait for nobody."""
+    if load.choice.backend == "deepgemm":
+        return load
+    return replace(load, choice=replace(load.choice, backend="deepgemm"), source="overlap")
 
 
 def experts_problems(
     experts: ExpertsPlan, layout: str, request: Request, weight_format: str, device: Device | None
 ) -> list[str]:
     """What the chosen member cannot take."""
+    if layout == "packed" and experts.name in ("triton_gemm", "tuned"):
+        return [
+            f"experts.name: {experts.name} takes no packed rows; accepted with "
+            f"{request.transport}: auto, deepgemm, torch_loop"
+        ]
     if experts.name != "deepgemm":
         return []
     problems = []
@@ -76,7 +154,7 @@ def experts_problems(
             "experts.name: deepgemm takes FP8 weights, these are bf16; accepted: auto, "
             "triton_gemm, torch_loop, or weights.format: fp8_block128"
         )
-    major, minor = _capability(device)
+    major, minor = capability_of(device)
     if experts.scale_format == "ue8m0" and major < 10:
         problems.append(
             f"experts.scale_format: got ue8m0 with deepgemm on compute capability {major}.{minor};"
@@ -95,7 +173,3 @@ def experts_problems(
             f"one expert writes into the next: nearest {good}, or experts.name: triton_gemm"
         )
     return problems
-
-
-def _capability(device: Device | None) -> tuple[int, int]:
-    return device.capability if device else (9, 0)

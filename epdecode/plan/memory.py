@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from epdecode.config import Config
 from epdecode.models import ModelShape
+from epdecode.plan.expert_site import shared_capacity
+from epdecode.plan.experts import ExpertsPlan
 from epdecode.plan.hardware import GIB, Device
 from epdecode.plan.limit_rule import Request
 from epdecode.plan.transport import TransportPlan
+from epdecode.plan.workspaces import masked_bytes
 
-CONTEXT_BYTES = 1 * GIB
-"""CUDA context, loaded modules and cuBLAS workspace of one process (measured: 0.6 to 0.9 GiB)."""
+CONTEXT_BYTES = {"deepep_ll": 704 << 20, "deepep_ht": 832 << 20}
+"""CUDA context, loaded modules, cuBLAS workspaces and what the allocator cannot give back, of one
+process. Measured on one H200: the context alone is 527 MiB, and what a whole run took beyond the
+other categories (verification's share is given back before it is read) came to 391 to 510 MiB with
+deepep_ll, one rank, and to 623 to 757 MiB with deepep_ht, 2 and 4 ranks. With verification's share
+at its fullest the first is 569 to 688 MiB."""
 NVSHMEM_GRANULARITY = 512 << 20
 """NVSHMEM_CUMEM_GRANULARITY as DeepEP sets it: the symmetric heap grows in these steps."""
 NVSHMEM_INTERNAL = 256 << 20
@@ -38,7 +47,7 @@ def of_rank(
     model: ModelShape,
     request: Request,
     transport: TransportPlan,
-    workspaces: tuple[int, int],
+    experts: ExpertsPlan,
 ) -> dict[str, int]:
     """Bytes by category for one rank.
 
@@ -50,10 +59,11 @@ def of_rank(
     gate = 2 * model.num_experts * hidden
     categories = {
         "weights": config.num_layers * (weight_bytes(model, num_local) + shared + gate),
-        **_LAYOUTS[transport.layout](config, model, request, transport, workspaces),
+        **_LAYOUTS[transport.layout](config, model, request, transport, experts),
         "activations": 24 * (config.num_layers + 2) * request.max_tokens * hidden
         + 16 * request.max_tokens * model.num_experts,
     }
+    categories["workspaces"] += _beside_routed(config, model, request, transport, experts)
     if config.run.verify:
         categories["verification"] = (
             3 * 4 * size * hidden + 3 * 4 * request.ep * request.max_tokens * hidden
@@ -62,7 +72,7 @@ def of_rank(
         categories["transport_buffer"] = (
             _symmetric_heap(transport, request.ep) + transport.nvl_bytes + DEEPEP_WORKSPACE
         )
-        categories["context"] = CONTEXT_BYTES
+        categories["context"] = CONTEXT_BYTES[transport.name]
     return categories
 
 
@@ -84,14 +94,12 @@ def _masked(
     model: ModelShape,
     request: Request,
     transport: TransportPlan,
-    workspaces: tuple[int, int],
+    experts: ExpertsPlan,
 ) -> dict[str, int]:
     received = request.num_experts * request.max_tokens
-    size = model.expert_size
-    activation = size + size // 32 if model.weight_format == "fp8_block128" else 2 * size
     return {
         "receive": received * _message(model, transport.wire),
-        "workspaces": received * (4 * size + activation + 2 * model.hidden),
+        "workspaces": masked_bytes(experts.backends, model, rows=received, wire=transport.wire),
     }
 
 
@@ -100,7 +108,7 @@ def _packed(
     model: ModelShape,
     request: Request,
     transport: TransportPlan,
-    workspaces: tuple[int, int],
+    experts: ExpertsPlan,
 ) -> dict[str, int]:
     """A graph keeps the received rows of every layer: they were in use on two streams."""
     received, rows = transport.received_rows, transport.packed_rows
@@ -111,11 +119,30 @@ def _packed(
         "packing": rows * (message + 4)
         + received * (2 * model.hidden + 4 * model.top_k)
         + (request.max_tokens * message if transport.wire == "fp8" else 0),
-        "workspaces": sum(workspaces),
+        "workspaces": sum(experts.workspace_bytes),
     }
     if not transport.fused_reduce:
         categories["reduce"] = received * model.top_k * model.hidden * 10
     return categories
+
+
+def _beside_routed(
+    config: Config,
+    model: ModelShape,
+    request: Request,
+    transport: TransportPlan,
+    experts: ExpertsPlan,
+) -> int:
+    """The step's static input, and the shared expert's rows and workspaces: a group of one."""
+    inputs = 2 * max(config.batch.buckets) * model.hidden
+    if not model.shared_size:
+        return inputs
+    rows = shared_capacity(request.max_tokens)
+    fp8 = model.weight_format == "fp8_block128"
+    wire = transport.wire if fp8 else "bf16"
+    wide = replace(model, expert_size=model.shared_size)
+    kept = masked_bytes(experts.shared_backends, wide, rows=rows, wire=wire)
+    return inputs + rows * _message(model, wire) + kept
 
 
 _LAYOUTS = {"masked": _masked, "packed": _packed}

@@ -1,6 +1,6 @@
-"""The two workspaces of packed experts: bytes of each, from what takes turns in them. Pure.
+"""Workspaces of the experts: bytes that all stages and layers share. Pure.
 
-Stages of all layers use the same two, so the larger tenant of each decides.
+Masked rows: each backend has its own. Packed rows: two, and the larger tenant of each decides.
 
 fused activation    first: gate-up output, then down output
                     second: quantised rows of a bfloat16 wire, then the quantised activation
@@ -10,7 +10,7 @@ plain activation    first: gate-up output, then the quantised activation
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from epdecode.models import ModelShape
@@ -27,6 +27,20 @@ class Tenants:
     """Rows arrive in bfloat16 and the weights are FP8."""
     fused_activation: bool
     fused_quant_layout: bool
+
+
+def masked_bytes(backends: Sequence[str], model: ModelShape, *, rows: int, wire: str) -> int:
+    """Bytes for ``rows`` rows in all experts' blocks: what each backend keeps, its output too."""
+    fp8 = model.weight_format == "fp8_block128"
+    size = model.expert_size
+    arriving = quantised_bytes(rows, model.hidden) if fp8 and wire == "bf16" else 0
+    activation = arriving + (quantised_bytes(rows, size) if fp8 else 2 * rows * size)
+    kept = {
+        "torch_loop": 0,
+        "triton_gemm": activation,
+        "deepgemm": activation + 4 * rows * size,
+    }
+    return sum(kept[backend] + 2 * rows * model.hidden for backend in backends)
 
 
 def workspace_bytes(

@@ -19,7 +19,7 @@ from epdecode.weights.seeded import SeededWeights
 from tests.small import plain_router, small_config, small_model
 
 CPU_MEMBERS = ["torch_loop"]
-GPU_MEMBERS = ["torch_loop", "deepgemm", "triton_gemm"]
+GPU_MEMBERS = ["torch_loop", "deepgemm", "triton_gemm", "tuned"]
 LOADS = {
     "even": [5, 5, 5, 5],
     "with empty experts": [0, 16, 0, 3],
@@ -42,7 +42,7 @@ def plan_of(member: str, wire: str) -> Plan:
 
 def overrides(member: str, *more: str) -> list[str]:
     """A capacity the member takes: 16 rows, or DeepGEMM's tile."""
-    rows = 128 if member == "deepgemm" else 16
+    rows = 128 if member in ("deepgemm", "tuned") else 16
     return [f"experts.name={member}", f"transport.max_tokens_per_rank={rows}", *more]
 
 

@@ -1,33 +1,32 @@
-"""TunedExperts gives each load to the backend its table names, and says when one is missing."""
+"""TunedExperts builds the backends its plan names and gives each load to the right one."""
 
 from __future__ import annotations
 
-import logging
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from epdecode import experts
 from epdecode.batch import MaskedBatch, no_mark
 from epdecode.errors import EnvironmentFault
-from epdecode.experts import tuned
-from epdecode.experts.tuned import TunedExperts, most_rows
+from epdecode.experts import tuned, tuned_table
+from epdecode.experts.tuned import TunedExperts
 from epdecode.plan.expert_choice import Choice
-from tests.small import plain_router, small_model, small_plan
+from epdecode.plan.expert_loads import Load
+from tests.small import small_plan
 
 CPU = torch.device("cpu")
-KEY = "E4-H256-I256"
-TABLE = {KEY: {rows: Choice() for rows in (1, 4, 8)} | {16: Choice(backend="deepgemm")}}
 
 
 class Spy:
     """A backend that says its name."""
 
     def __init__(self, name):
-        self.name, self.prepared = name, []
+        self.name = name
 
     def prepare(self, weights):
-        self.prepared.append(weights)
         return (self.name, weights)
 
     def __call__(self, batch, weights, mark):
@@ -35,31 +34,27 @@ class Spy:
         return self.name
 
 
-def plan(tokens=16, rows=128):
-    model = small_model(num_experts=4, top_k=2, num_shared_experts=0, router=plain_router())
-    overrides = [
-        "experts.name=triton_gemm",
-        f"batch.buckets=[{tokens}]",
-        f"batch.tokens_per_rank={tokens}",
-        f"transport.max_tokens_per_rank={rows}",
-    ]
-    return small_plan(1, *overrides, model=model)
+def plan(*backends):
+    """Loads of 1, 2, 4... rows, one for each name."""
+    made = small_plan(1, "experts.name=tuned")
+    loads = tuple(
+        Load(bucket=1 << i, rows=1 << i, choice=Choice(backend=name), source="rule")
+        for i, name in enumerate(backends)
+    )
+    return replace(made, experts=replace(made.experts, loads=loads, shared_loads=()))
 
 
 @pytest.fixture
-def backends(monkeypatch):
-    """Both backends replaced by spies; ``fault`` keeps the rival from loading."""
-    state = SimpleNamespace(fault=None, built=[])
+def built(monkeypatch):
+    """Names of the backends built, in place of which spies stand."""
+    names = []
 
     def load(seam, members, name):
-        if state.fault:
-            raise state.fault
-        state.built.append(name)
+        names.append(name)
         return lambda plan, device: Spy(name)
 
-    monkeypatch.setattr(tuned, "TritonGemm", lambda plan, device, table: Spy("triton_gemm"))
     monkeypatch.setattr(tuned, "load_member", load)
-    return state
+    return names
 
 
 def run(member, rows):
@@ -67,29 +62,41 @@ def run(member, rows):
     return member(batch, member.prepare("weights"), no_mark)
 
 
-def test_each_load_goes_where_the_table_says(backends):
-    member = TunedExperts(plan(32), CPU, TABLE)
-    assert [run(member, rows) for rows in (1, 8, 9, 16)] == [
-        "triton_gemm",
-        "triton_gemm",
-        "deepgemm",
-        "deepgemm",
-    ]
+def test_each_load_goes_where_the_plan_says(built):
+    member = TunedExperts(plan("triton_gemm", "triton_gemm", "deepgemm"), CPU)
+    said = [run(member, rows) for rows in (1, 2, 3, 4, 500)]
+    assert said == ["triton_gemm"] * 2 + ["deepgemm"] * 3
 
 
-def test_deepgemm_is_not_built_when_no_load_wants_it(backends):
-    member = TunedExperts(plan(16), CPU, TABLE)
-    assert most_rows(plan(16)) == 8
-    assert run(member, 16) == "triton_gemm"
-    assert backends.built == []
+@pytest.mark.parametrize("name", ["triton_gemm", "deepgemm"])
+def test_a_backend_no_load_wants_is_not_built(built, name):
+    assert run(TunedExperts(plan(name, name), CPU), 1) == name
+    assert built == [name]
 
 
-@pytest.mark.parametrize("case", ["not installed", "odd capacity"])
-def test_a_missing_rival_is_said_and_lived_without(backends, caplog, case):
-    caplog.set_level(logging.INFO)
-    if case == "not installed":
-        backends.fault = EnvironmentFault("no deep_gemm here")
-    member = TunedExperts(plan(32, 96 if case == "odd capacity" else 128), CPU, TABLE)
-    assert run(member, 16) == "triton_gemm"
-    expected = "no deep_gemm here" if case == "not installed" else "128-row tiles"
-    assert expected in caplog.text
+def test_a_library_that_some_load_needs_is_loaded_with_the_plan(monkeypatch):
+    def load(seam, members, name):
+        if name == "deepgemm":
+            raise EnvironmentFault("no deep_gemm here")
+        return name
+
+    monkeypatch.setattr(experts, "load_member", load)
+    assert experts.load_experts(plan("triton_gemm")) == "tuned"
+    with pytest.raises(EnvironmentFault, match="no deep_gemm here"):
+        experts.load_experts(plan("triton_gemm", "deepgemm"))
+    shared = plan("triton_gemm")
+    wanted = replace(shared.experts, shared_loads=plan("deepgemm").experts.loads)
+    with pytest.raises(EnvironmentFault, match="no deep_gemm here"):
+        experts.load_experts(replace(shared, experts=wanted))
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_what_this_machine_has(monkeypatch, there):
+    monkeypatch.setattr(
+        tuned_table,
+        "sys",
+        SimpleNamespace(modules={"deep_gemm": None} if there else {}),
+    )
+    monkeypatch.setattr(tuned_table.importlib.util, "find_spec", lambda name: None)
+    kernels = tuned_table.kernels_here(CPU)
+    assert (kernels.deepgemm, kernels.table) == (there, {})

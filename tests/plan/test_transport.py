@@ -97,7 +97,9 @@ def test_the_plan_prints_the_worst_case() -> None:
 
 def test_planned_memory_of_packed_rows() -> None:
     fused, apart = preset_plan(8), preset_plan(8, "transport.fused_reduce=false")
-    assert fused.memory["workspaces"] == sum(fused.experts.workspace_bytes)
+    shared = 128 * (7168 + 224 + 4 * 2048 + 2048 + 64 + 2 * 7168)
+    inputs = 2 * 128 * 7168
+    assert fused.memory["workspaces"] == sum(fused.experts.workspace_bytes) + shared + inputs
     assert "reduce" not in fused.memory
     assert apart.memory["reduce"] >= 1024 * 8 * 7168 * (2 + 4)
     bf16 = preset_plan(8, "transport.wire=bf16")

@@ -1,10 +1,10 @@
-"""Bytes of the two workspaces that packed experts share among stages and layers."""
+"""Bytes of the workspaces that stages and layers share: masked, and the two of packed experts."""
 
 from __future__ import annotations
 
 import pytest
 
-from epdecode.plan.workspaces import quantised_bytes, workspace_bytes
+from epdecode.plan.workspaces import masked_bytes, quantised_bytes, workspace_bytes
 from tests.small import small_model
 
 ROWS, HIDDEN, SIZE = 256, 1024, 512
@@ -67,3 +67,24 @@ def test_bfloat16_weights_need_no_quantised_rows() -> None:
 
 def test_the_plain_loop_keeps_its_output_only() -> None:
     assert sizes("torch_loop", "fp8", True, True) == (ROWS * 2 * HIDDEN, 0)
+
+
+OUT, ACT, ARRIVING = 2 * HIDDEN, SIZE + SIZE // 32, HIDDEN + HIDDEN // 32
+
+
+@pytest.mark.parametrize(
+    ("backends", "weights", "wire", "row"),
+    [
+        (("torch_loop",), "fp8_block128", "fp8", OUT),
+        (("triton_gemm",), "fp8_block128", "fp8", OUT + ACT),
+        (("triton_gemm",), "fp8_block128", "bf16", OUT + ACT + ARRIVING),
+        (("triton_gemm",), "bf16", "bf16", OUT + 2 * SIZE),
+        (("deepgemm",), "fp8_block128", "fp8", OUT + ACT + 4 * SIZE),
+        (("deepgemm", "triton_gemm"), "fp8_block128", "fp8", 2 * (OUT + ACT) + 4 * SIZE),
+    ],
+)
+def test_masked_backends_keep_their_own(
+    backends: tuple[str, ...], weights: str, wire: str, row: int
+) -> None:
+    model = small_model(hidden=HIDDEN, expert_size=SIZE, weight_format=weights)
+    assert masked_bytes(backends, model, rows=ROWS, wire=wire) == ROWS * row
