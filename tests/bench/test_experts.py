@@ -11,8 +11,8 @@ import torch
 import typer
 from typer.testing import CliRunner
 
-from epdecode.bench import experts, timing
-from epdecode.bench.expert_cases import LOADS, ExpertCase, error_of, make_inputs
+from epdecode.bench import expert_run, experts, timing
+from epdecode.bench.expert_cases import LOADS, ExpertCase, error_of, make_inputs, untouched
 from epdecode.bench.expert_report import Line, document, print_table
 from epdecode.bench.expert_run import candidates
 from epdecode.errors import ConfigError, EnvironmentFault
@@ -64,9 +64,8 @@ def test_the_floor_counts_experts_that_got_rows():
     assert case.floor_bytes() == hit * 3 * 256 * 128
 
 
-@pytest.mark.parametrize("load", LOADS)
-def test_the_check_accepts_the_right_rows_and_nothing_else(load):
-    inputs = make_inputs(ExpertCase(SHAPE, 3, load), 1, torch.device("cpu"))
+def fill_right(inputs):
+    """The plain expert's rows in ``out``, NaN past the counts."""
     inputs.out.fill_(torch.nan)
     weights = inputs.layers[0]
     for expert, count in enumerate(inputs.counts.tolist()):
@@ -76,15 +75,42 @@ def test_the_check_accepts_the_right_rows_and_nothing_else(load):
             plain_weights(select(weights.down, expert)),
             "fp32",
         )
+
+
+@pytest.mark.parametrize("load", LOADS)
+def test_the_check_accepts_the_right_rows_and_nothing_else(load):
+    inputs = make_inputs(ExpertCase(SHAPE, 3, load), 1, torch.device("cpu"))
+    fill_right(inputs)
     assert error_of(inputs) < 0.02
+    assert untouched(inputs)
     busiest = int(inputs.counts.argmax())
     inputs.out[busiest, 0] *= 2
     assert 0.02 < error_of(inputs) < math.inf
     inputs.out[busiest, 0, 0] = torch.nan
     assert error_of(inputs) == math.inf
-    inputs.out[busiest, 0, 0] = 0
-    inputs.out[0, -1] = 0
-    assert error_of(inputs) == math.inf
+
+
+@pytest.mark.parametrize(("backend", "correct"), [("triton_gemm", False), ("deepgemm", True)])
+def test_only_ours_must_leave_rows_past_a_count_alone(monkeypatch, backend, correct):
+    case = ExpertCase(SHAPE, 3)
+    inputs = make_inputs(case, 1, torch.device("cpu"))
+    monkeypatch.setattr(expert_run, "_time", lambda layer: 20.0)
+
+    def measured(past):
+        def layer(index):
+            fill_right(inputs)
+            if past:
+                inputs.out[0, -1] = 0
+
+        return expert_run._measure(case, backend, inputs, layer, 10.0)
+
+    assert measured(past=False).correct
+    assert untouched(inputs)
+    line = measured(past=True)
+    assert not untouched(inputs)
+    assert error_of(inputs) < 0.02
+    assert line.correct is correct
+    assert line.note == ("" if correct else "wrong: rows past a count were written")
 
 
 @pytest.mark.parametrize("rows", [1, 16, 64, 128])
