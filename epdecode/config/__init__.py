@@ -57,7 +57,7 @@ class ExpertsConfig:
     triton_gemm = our own in Triton; tuned = for each bucket the faster of these two, by the table
     of `epdecode bench experts --tune` on this machine, else by a rule from one H200; auto = tuned
     for FP8 weights and masked rows on Hopper, deepgemm for FP8 weights otherwise, triton_gemm for
-    bf16 weights (packed: torch_loop), torch_loop without a GPU. The plan lists what each bucket gets."""
+    bf16 weights (packed: torch_loop), torch_loop without a GPU. The plan lists each bucket's."""
     scale_format: Literal["auto", "fp32", "ue8m0"] = "auto"
     """Scales of quantised activations; auto = what the GPU's GEMM takes."""
     row_alignment: Size | Literal["auto"] = "auto"
