@@ -116,9 +116,13 @@ class Beats(threading.Thread):
             self._poked.wait(self._interval_s)
             self._poked.clear()
 
-    def forgive(self, seconds: float) -> None:
-        """Shift what was heard: this process itself did not run for ``seconds``."""
+    def forgive(self, seconds: float, grace_s: float) -> None:
+        """Shift what was heard: this process itself did not run for ``seconds``.
+
+        grace_s: where the whole job was suspended, the others may run again later than this one.
+        """
         self.answered_at += seconds
+        seconds += grace_s
         for rank, one in list(self.heard.items()):
             self.heard[rank] = Heard(one.beat, one.beat_at + seconds, one.moved_at + seconds)
 

@@ -119,7 +119,7 @@ class Judge(threading.Thread):
         return Beat(count, self.progress.position(), main_thread_waits(), self.gate.promised)
 
     def _forgive(self, seconds: float) -> None:
-        self.beats.forgive(seconds)
+        self.beats.forgive(seconds, self.limits.stale_s)
         self._began += seconds
         self._moved_at += seconds
 

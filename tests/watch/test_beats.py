@@ -158,5 +158,5 @@ def test_forgive(ranks):
     ranks(1, 2)
     until(lambda: 1 in mine.beats.heard)
     before = mine.beats.heard[1].moved_at
-    mine.beats.forgive(5)
-    assert mine.beats.heard[1].moved_at == before + 5
+    mine.beats.forgive(5, 1)
+    assert mine.beats.heard[1].moved_at == before + 6
