@@ -13,12 +13,11 @@ from epdecode.plan.limit_rule import Request
 from epdecode.plan.transport import TransportPlan
 from epdecode.plan.workspaces import masked_bytes
 
-CONTEXT_BYTES = {"deepep_ll": 704 << 20, "deepep_ht": 832 << 20}
+CONTEXT_BYTES = {"deepep_ll": 768 << 20, "deepep_ht": 896 << 20}
 """CUDA context, loaded modules, cuBLAS workspaces and what the allocator cannot give back, of one
-process. Measured on one H200: the context alone is 527 MiB, and what a whole run took beyond the
-other categories (verification's share is given back before it is read) came to 391 to 510 MiB with
-deepep_ll, one rank, and to 623 to 757 MiB with deepep_ht, 2 and 4 ranks. With verification's share
-at its fullest the first is 569 to 688 MiB."""
+process. Measured on one H200: the context alone is 527 MiB; at their end whole runs took 391 to 639
+MiB beyond the other categories (deepep_ll, one rank), 623 to 757 MiB (deepep_ht, 2 and 4 ranks).
+Verification's share has been given back by then, at least in part, so this is more."""
 NVSHMEM_GRANULARITY = 512 << 20
 """NVSHMEM_CUMEM_GRANULARITY as DeepEP sets it: the symmetric heap grows in these steps."""
 NVSHMEM_INTERNAL = 256 << 20

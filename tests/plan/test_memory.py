@@ -18,11 +18,13 @@ def plan_of(preset: str, ranks: int, *overrides: str) -> Plan:
 SEEN = [
     ("deepseek_v3-h200-ep8_share", 1, "experts.name=deepgemm", 12354.8),
     ("deepseek_v3-h200-ep8_share", 1, "experts.name=triton_gemm", 12208.8),
+    ("deepseek_v3-h200-ep8_share", 1, "layers=3", 8206.8),
+    ("qwen3_30b-h200-ep8_share", 1, "layers=8", 4362.8),
     ("deepseek_v3-h200-deepep_ht", 2, "routing.kind=uniform", 12418.2),
     ("deepseek_v3-h200-deepep_ht", 2, "routing.kind=stress", 12363.2),
     ("deepseek_v3-h200-deepep_ht", 4, "routing.kind=uniform", 6878.4),
 ]
-"""Preset, ranks on the GPU, override, MiB a rank took: 97bd19c."""
+"""Preset, ranks on the GPU, override, MiB a rank took (97bd19c; with layers=: 9d28afd)."""
 
 
 @pytest.mark.parametrize(("preset", "ranks", "override", "seen"), SEEN)
@@ -33,7 +35,9 @@ def test_the_plan_is_on_the_safe_side_and_close(
     assert seen < planned < 1.05 * seen
 
 
-@pytest.mark.parametrize(("name", "seen"), [("triton_gemm", 69.0), ("deepgemm", 102.0)])
+@pytest.mark.parametrize(
+    ("name", "seen"), [("triton_gemm", 69.0), ("deepgemm", 102.0), ("tuned", 69.9)]
+)
 def test_masked_workspaces_are_those_found(name: str, seen: float) -> None:
     plan = plan_of("deepseek_v3-h200-ep8_share", 1, f"experts.name={name}")
     assert plan.memory["workspaces"] / MIB == pytest.approx(seen, abs=0.5)
