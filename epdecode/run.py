@@ -85,7 +85,7 @@ def _job(args: argparse.Namespace, setup: Setup, store: Store, watch: Watch) -> 
     check_free(setup.plan, setup.device)
     with explained("loading", setup.plan, setup.device):
         runtime = build(setup.config, setup.plan, ranks, setup.sources)
-    with explained("compiling, capturing or stepping", setup.plan, setup.device):
+    with explained("compiling, capturing, stepping or verifying", setup.plan, setup.device):
         measured = measure(setup, runtime, samples, watch, folder)
     samples.close()
     if stop := watch.stop:

@@ -52,6 +52,8 @@ log = logging.getLogger("epdecode.watch")
 SAVED_S = 60.0
 """The other ranks wait this long for rank 0 to save before they leave: torchrun ends all ranks as
 soon as one has left with an error."""
+STATUS_S = 1.0
+"""A status that is being written when the run ends is given this long."""
 FOLLOWING = {stage: STAGES[(index + 1) % len(STAGES)] for index, stage in enumerate(STAGES)}
 KINDS: dict[type[UserError], str] = {
     ConfigError: "config",
@@ -83,6 +85,7 @@ class Watch:
         self._judge.every_tick = self._refresh
         self._refreshed = 0.0
         self._ending = threading.Lock()
+        self._writing = threading.Lock()
         self._closed = False
         atexit.register(self._left_early)
         self._judge.start()
@@ -197,6 +200,8 @@ class Watch:
     def _end(self, verdict: Verdict, save: bool) -> None:
         if not self._ending.acquire(blocking=False):
             time.sleep(3600)
+        # The main thread may be writing; from now on it writes no more.
+        self._writing.acquire(timeout=STATUS_S)
         status = Status(
             phase=self._phase(),
             step=self._at.step,
@@ -231,10 +236,12 @@ class Watch:
         if self._seat.rank != 0 or self._leaver.folder is None:
             return
         status = status or Status(phase=self._phase(), step=self._at.step)
-        try:
-            write_status(self._leaver.folder.status, status, durable=status.exit_code is not None)
-        except OSError as error:
-            log.warning("%s: not written: %s", self._leaver.folder.status, error)
+        path, ends = self._leaver.folder.status, status.exit_code is not None
+        with self._writing:
+            try:
+                write_status(path, status, durable=ends)
+            except OSError as error:
+                log.warning("%s: not written: %s", path, error)
 
     def _wait(self, over: Callable[[], bool], seconds: float) -> None:
         until = time.monotonic() + seconds

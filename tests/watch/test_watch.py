@@ -1,16 +1,26 @@
 """Faults of real processes: the right rank, stage and kind, everybody gone, nothing broken."""
 
+import atexit
 import json
 import os
 import signal
 import socket
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
+from epdecode.result import Cause
 from epdecode.result.samples import read_samples
+from epdecode.result.save import RunFolder
+from epdecode.result.status import read_status
+from epdecode.watch import Watch
+from epdecode.watch.beats import Verdict
+from epdecode.watch.judge import Seat
+from epdecode.watch.signals import SignalInbox
 from tests.failures import FAILURES, page
 from tests.watched import LIMITS, Running
 
@@ -217,6 +227,28 @@ def test_second_signal_leaves_at_once(tmp_path):
     running.wait()
     assert time.monotonic() - begun < 3
     assert running.exit_codes == [130] * 3, running.logs()
+
+
+def test_the_end_in_status_json_is_not_written_over(tmp_path):
+    """The judge ends the run while the main thread goes on to the next phase."""
+    folder = RunFolder(tmp_path / "run")
+    folder.log.mkdir(parents=True)
+    cause = Cause(kind="out_of_memory", rank=1, message="asked for 2 GiB")
+    with SignalInbox() as inbox:
+        watch = Watch(dist.HashStore(), Seat(0, 1), LIMITS, inbox)
+        watch.use(folder)
+        watch.phase("load")
+        watch._leaver.leave = lambda verdict, status, peers, save: watch._leaver._write(status)
+        watch._end(Verdict(cause, 7), save=True)
+        main = threading.Thread(target=watch.phase, args=("warmup",), daemon=True)
+        main.start()
+        main.join(0.3)
+        assert main.is_alive()  # as long as the process does
+        status = read_status(folder.status)
+        assert (status.phase, status.exit_code, status.cause) == ("load", 7, cause)
+        atexit.unregister(watch._left_early)
+        watch._judge.close()
+        watch._leaver.close()
 
 
 def test_death_then_sigterm_from_the_launcher(tmp_path):
