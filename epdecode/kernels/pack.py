@@ -17,23 +17,65 @@ from epdecode.kernels.place_routes import Places
 
 BLOCK = 1024
 """Values (32-bit words in pack, bfloat16 in unpack_weighted) one step of a program takes."""
+ROWS = 32
+"""Packed rows whose scales one step of a program moves: one column of them fills a cache line."""
+
+
+@triton.jit
+def _copy_rows(
+    item, source, target, row_map,
+    K: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr,
+):  # fmt: skip
+    """One chunk of a received row to all its places."""
+    row = (item // CHUNKS).to(tl.int64)
+    column = (item % CHUNKS) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(source + row * SIZE + column, mask=column < SIZE)
+    # All places before the first store: the compiler cannot know that stores spare the map.
+    places = ()
+    for slot in tl.static_range(K):
+        place = tl.load(row_map + row * K + slot).to(tl.int64)
+        places = places + (place,)  # type: ignore[assignment]
+    for slot in tl.static_range(K):
+        to = places[slot]  # type: ignore[var-annotated]
+        tl.store(target + to * SIZE + column, value, mask=(to >= 0) & (column < SIZE))
+
+
+@triton.jit
+def _copy_scales(
+    tile, scales, to_scales, sources, labels, num_rows,
+    row_stride, word_stride, to_row_stride, to_word_stride,
+    ROWS: tl.constexpr, WORDS: tl.constexpr, WORD_LANES: tl.constexpr,
+):  # fmt: skip
+    """The scales of ROWS packed rows: read by row, written by column, as they lie."""
+    place = tile * ROWS + tl.arange(0, ROWS)
+    real = tl.load(labels + place, mask=place < num_rows, other=-1) >= 0
+    row = tl.load(sources + place, mask=real, other=0).to(tl.int64)[:, None]
+    word = tl.arange(0, WORD_LANES)[None, :]
+    here = real[:, None] & (word < WORDS)
+    value = tl.load(scales + row * row_stride + word * word_stride, mask=here)
+    at = place.to(tl.int64)[:, None] * to_row_stride + word * to_word_stride
+    tl.store(to_scales + at, value, mask=here)
 
 
 @triton.jit
 def _copy_kernel(
     source,
-    source_scales,
+    scales,
     target,
-    target_scales,
+    to_scales,
     row_map,
+    sources,
+    labels,
     num_received,
-    scale_row_stride,
-    scale_word_stride,
+    num_rows,
+    row_stride,
+    word_stride,
     to_row_stride,
     to_word_stride,
     K: tl.constexpr,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
     WORDS: tl.constexpr,
     WORD_LANES: tl.constexpr,
     PDL: tl.constexpr,
@@ -42,29 +84,19 @@ def _copy_kernel(
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    items = tl.load(num_received) * CHUNKS
+    copies = tl.load(num_received) * CHUNKS
+    items = copies
+    if WORDS:
+        items += (num_rows + ROWS - 1) // ROWS
     item = tl.program_id(0)
-    word = tl.arange(0, WORD_LANES)
     while item < items:
-        row = (item // CHUNKS).to(tl.int64)
-        column = (item % CHUNKS) * BLOCK + tl.arange(0, BLOCK)
-        value = tl.load(source + row * SIZE + column, mask=column < SIZE)
-        if WORDS:
-            here = (word < WORDS) & (item % CHUNKS == 0)
-            scale = tl.load(
-                source_scales + row * scale_row_stride + word * scale_word_stride, mask=here
-            )
-        # All places before the first store: the compiler cannot know that stores spare the map.
-        places = ()
-        for slot in tl.static_range(K):
-            place = tl.load(row_map + row * K + slot).to(tl.int64)
-            places = places + (place,)  # type: ignore[assignment]
-        for slot in tl.static_range(K):
-            to = places[slot]  # type: ignore[var-annotated]
-            tl.store(target + to * SIZE + column, value, mask=(to >= 0) & (column < SIZE))
-            if WORDS:
-                at = target_scales + to * to_row_stride + word * to_word_stride
-                tl.store(at, scale, mask=here & (to >= 0))
+        if item < copies:
+            _copy_rows(item, source, target, row_map, K, SIZE, BLOCK, CHUNKS)
+        else:
+            _copy_scales(
+                item - copies, scales, to_scales, sources, labels, num_rows,
+                row_stride, word_stride, to_row_stride, to_word_stride, ROWS, WORDS, WORD_LANES,
+            )  # fmt: skip
         item += tl.num_programs(0)
 
 
@@ -119,14 +151,18 @@ def _copy(rows: Rows, places: Places, out: Rows) -> None:
     scales = rows.scales if isinstance(rows, Fp8Rows) else source
     to_scales = out.scales if isinstance(out, Fp8Rows) else target
     words = scales.shape[1] if isinstance(rows, Fp8Rows) else 0
-    items = received * -(-size // BLOCK)
+    num_rows = places.labels.numel()
+    items = received * -(-size // BLOCK) + (-(-num_rows // ROWS) if words else 0)
     _copy_kernel[(persistent_programs(source.device, 8, items),)](
         source,
         scales,
         target,
         to_scales,
         places.row_map,
+        places.sources,
+        places.labels,
         places.num_received,
+        num_rows,
         scales.stride(0),
         scales.stride(1),
         to_scales.stride(0),
@@ -134,6 +170,7 @@ def _copy(rows: Rows, places: Places, out: Rows) -> None:
         K=top_k,
         SIZE=size,
         BLOCK=BLOCK,
+        ROWS=ROWS,
         WORDS=words,
         WORD_LANES=power_of_two(words),
         PDL=early_launch(source.device),

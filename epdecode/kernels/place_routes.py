@@ -30,12 +30,14 @@ class Places:
     """Where routes went; R is the worst case of packed rows, see ``most_packed_rows``.
 
     labels: int32 [R], local expert, -1 in gaps and the tail. counts: int32 [E].
+    sources: int32 [R], the received row that each labelled packed row is a copy of.
     row_map: int32 [R0, K], the packed row of route (row, slot), -1 where it has no expert.
     num_received: int32 [1], one past the last received row that has an expert.
     scratch: int32 [slices, E + 1], counts of each slice of routes and its last real one.
     """
 
     labels: torch.Tensor
+    sources: torch.Tensor
     counts: torch.Tensor
     row_map: torch.Tensor
     num_received: torch.Tensor
@@ -80,6 +82,7 @@ def _place_kernel(
     scratch,
     row_map,
     labels,
+    sources,
     counts,
     num_received,
     num_routes,
@@ -124,6 +127,7 @@ def _place_kernel(
         fits = (tl.sum(hit, 1) > 0) & (position < num_rows)
         position = tl.where(fits, position, -1)
         tl.store(row_map + route, position, mask=route < end)
+        tl.store(sources + position, route // top_k, mask=fits)
         at += tl.sum(hit, 0)
         start += STEP
 
@@ -159,6 +163,7 @@ def empty_places(
 
     return Places(
         labels=ints(num_rows),
+        sources=ints(num_rows),
         counts=ints(num_experts),
         row_map=ints(received, top_k),
         num_received=ints(1),
@@ -197,6 +202,7 @@ def place_routes(topk_ids: torch.Tensor, alignment: int, out: Places) -> Places:
         out.scratch,
         out.row_map,
         out.labels,
+        out.sources,
         out.counts,
         out.num_received,
         routes,
@@ -232,6 +238,9 @@ def place_routes_ref(topk_ids: torch.Tensor, alignment: int, out: Places) -> Pla
     out.row_map.fill_(-1).flatten()[route[order]] = torch.where(place < num_rows, place, -1).int()
     out.labels.fill_(-1)
     out.labels[place[place < num_rows]] = expert[order][place < num_rows].int()
+    out.sources[place[place < num_rows]] = (route[order] // topk_ids.shape[1])[
+        place < num_rows
+    ].int()
     out.counts.copy_(counts)
     rows_used = good.view(topk_ids.shape).any(1).nonzero()
     out.num_received.fill_(int(rows_used.max()) + 1 if rows_used.numel() else 0)

@@ -54,7 +54,7 @@ def test_places_equal_ref(exact, received, top_k, experts, alignment, device):
     got, want = (poisoned(received, top_k, experts, alignment, device) for _ in range(2))
     place_routes(ids, alignment, got)
     place_routes_ref(ids, alignment, want)
-    for name in ("labels", "counts", "row_map", "num_received"):
+    for name in ("labels", "sources", "counts", "row_map", "num_received"):
         assert torch.equal(getattr(got, name), getattr(want, name)), name
 
 
@@ -65,7 +65,7 @@ def test_many_routes_are_placed_as_ref_does(experts, device):
     got, want = (poisoned(20000, 8, experts, 128, device) for _ in range(2))
     place_routes(ids, 128, got)
     place_routes_ref(ids, 128, want)
-    for name in ("labels", "counts", "row_map", "num_received"):
+    for name in ("labels", "sources", "counts", "row_map", "num_received"):
         assert torch.equal(getattr(got, name), getattr(want, name)), name
 
 
