@@ -13,10 +13,10 @@ from epdecode.plan.limit_rule import Request
 from epdecode.plan.transport import TransportPlan
 from epdecode.plan.workspaces import masked_bytes
 
-CONTEXT_BYTES = {"deepep_ll": 768 << 20, "deepep_ht": 896 << 20}
+CONTEXT_BYTES = {"deepep_ll": 768 << 20, "deepep_ht": 800 << 20}
 """CUDA context, loaded modules, cuBLAS workspaces and what the allocator cannot give back, of one
 process. Measured on one H200: the context alone is 527 MiB; at their end whole runs took 391 to 639
-MiB beyond the other categories (deepep_ll, one rank), 623 to 757 MiB (deepep_ht, 2 and 4 ranks).
+MiB beyond the other categories (deepep_ll, one rank), 604 to 757 MiB (deepep_ht, 8, 4 and 2 ranks).
 Verification's share has been given back by then, at least in part, so this is more."""
 NVSHMEM_GRANULARITY = 512 << 20
 """NVSHMEM_CUMEM_GRANULARITY as DeepEP sets it: the symmetric heap grows in these steps."""
@@ -115,7 +115,7 @@ def _packed(
     arrival = received * (message + 12 * model.top_k + 4)
     categories = {
         "receive": arrival * (config.num_layers if config.graph.enabled else 2),
-        "packing": rows * (message + 4)
+        "packing": rows * (message + 8)
         + received * (2 * model.hidden + 4 * model.top_k)
         + (request.max_tokens * message if transport.wire == "fp8" else 0),
         "workspaces": sum(experts.workspace_bytes),

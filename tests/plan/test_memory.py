@@ -23,6 +23,7 @@ SEEN = [
     ("deepseek_v3-h200-deepep_ht", 2, "routing.kind=uniform", 12418.2),
     ("deepseek_v3-h200-deepep_ht", 2, "routing.kind=stress", 12363.2),
     ("deepseek_v3-h200-deepep_ht", 4, "routing.kind=uniform", 6878.4),
+    ("deepseek_v3-h200-deepep_ht", 8, "routing.kind=uniform", 4381.0),
 ]
 """Preset, ranks on the GPU, override, MiB a rank took (97bd19c; with layers=: 9d28afd)."""
 
