@@ -236,6 +236,11 @@ table (`python -m tests.failures`).
 TAIL = """
 More, each with its own test:
 
+- **Memory is short**: `out_of_memory`, 7, whoever ran short: torch, CUDA, cuBLAS, Triton, DeepGEMM,
+  DeepEP or the host. The message says what was asked, what is free, who else holds memory where
+  the driver tells, the plan part by part, and what to lower. What is free is compared with weights
+  and buffer before anything is loaded, and a device too full for a CUDA context is told before the
+  ranks meet (`tests/test_oom.py`; each seen on an H200 that another process had filled).
 - **A slow rank** is not a fault: the result names fastest and slowest rank and warns when they
   are far apart.
 - **The launcher dies** (kill -9 of torchrun): the ranks notice their new parent, save and leave,
