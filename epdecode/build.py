@@ -15,12 +15,11 @@ from epdecode.config import Config
 from epdecode.experts import Experts, build_experts
 from epdecode.graphs import EagerStep, GraphStep, Step, StepInputs
 from epdecode.kernels.rms_norm import add_rms_norm, add_rms_norm_ref, rms_norm, rms_norm_ref
-from epdecode.kernels.router import router, router_ref
 from epdecode.layer import MoELayer
 from epdecode.ledger import Ledger
 from epdecode.nonfinite import Tally
 from epdecode.plan import Plan
-from epdecode.router import ForcedRouter, GateRouter, Router, rule_of
+from epdecode.router import KERNELS, PLAIN, ForcedRouter, GateRouter, Router, rule_of
 from epdecode.routing.load import Recorded
 from epdecode.shared import SharedExpert, shared_maker
 from epdecode.sources import NO_SOURCES, Sources
@@ -169,8 +168,8 @@ def _router(
 ) -> Router:
     if config.routing.kind != "model":
         return ForcedRouter(*inputs.forced[index])
-    topk = router if inputs.hidden.is_cuda else router_ref
-    return GateRouter(weights.gate, weights.bias, rule_of(plan.model), topk)
+    ops = KERNELS if inputs.hidden.is_cuda else PLAIN
+    return GateRouter(weights.gate, weights.bias, rule_of(plan.model), ops)
 
 
 def _inputs(config: Config, plan: Plan, device: torch.device) -> StepInputs:

@@ -9,8 +9,8 @@ import torch
 
 from epdecode.config import Config
 from epdecode.graphs import StepBatch, choose_bucket
+from epdecode.models.layers import LoopLayer, recorded_rows
 from epdecode.plan import Plan
-from epdecode.plan.layers import LoopLayer, recorded_rows
 from epdecode.routing.load import NOTHING, Recorded, likelihood, weights_for
 from epdecode.routing.rules import RULES, RoutingJob, forced_weights
 from epdecode.routing.table import LoadTable

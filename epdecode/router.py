@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
 from epdecode.batch import Route
 from epdecode.errors import UserError
-from epdecode.kernels.router import RouterRule, router_ref
+from epdecode.kernels.gate import gate_logits, gate_logits_ref
+from epdecode.kernels.router import RouterRule, router, router_ref
 from epdecode.models import ModelShape
 
-TopK = Callable[[torch.Tensor, torch.Tensor | None, RouterRule, torch.Tensor], Route]
-"""kernels.router.router or router_ref: (logits, bias, rule, num_tokens) -> Route."""
+
+@dataclass(frozen=True, slots=True)
+class GateOps:
+    """logits(normed, gate), which topk(logits, bias, rule, num_tokens) makes a Route of."""
+
+    logits: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    topk: Callable[[torch.Tensor, torch.Tensor | None, RouterRule, torch.Tensor], Route]
+
+
+KERNELS = GateOps(gate_logits, router)
+PLAIN = GateOps(gate_logits_ref, router_ref)
 
 
 class Router(Protocol):
@@ -32,29 +43,23 @@ class GateRouter:
     """The model's gate: logits, scores, bias, groups, top-k, weights."""
 
     def __init__(
-        self, gate: torch.Tensor, bias: torch.Tensor | None, rule: RouterRule, topk: TopK
+        self, gate: torch.Tensor, bias: torch.Tensor | None, rule: RouterRule, ops: GateOps
     ) -> None:
         self._gate = gate
         self._bias = bias
         self._rule = rule
-        self._topk = topk
+        self._ops = ops
 
     def __call__(self, normed: torch.Tensor, num_tokens: torch.Tensor) -> Route:
         """See Router."""
-        return self._topk(self.logits(normed), self._bias, self._rule, num_tokens)
+        return self._route(self._ops, normed, num_tokens)
 
     def plain(self, normed: torch.Tensor, num_tokens: torch.Tensor) -> Route:
         """See Router."""
-        return router_ref(self._plain_logits(normed), self._bias, self._rule, num_tokens)
+        return self._route(PLAIN, normed, num_tokens)
 
-    def logits(self, normed: torch.Tensor) -> torch.Tensor:
-        """float32 [T, num_experts]; bfloat16 products are exact, sums are float32."""
-        if normed.is_cuda:
-            return torch.mm(normed, self._gate.T, out_dtype=torch.float32)
-        return self._plain_logits(normed)
-
-    def _plain_logits(self, normed: torch.Tensor) -> torch.Tensor:
-        return normed.float() @ self._gate.float().T
+    def _route(self, ops: GateOps, normed: torch.Tensor, num_tokens: torch.Tensor) -> Route:
+        return ops.topk(ops.logits(normed, self._gate), self._bias, self._rule, num_tokens)
 
 
 class ForcedRouter:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -165,14 +167,14 @@ def wrong_gate(world: World) -> tuple[bool, int, int]:
     runtime = build(config, make_plan(config, model, world.size), world)
     batches = make_batches(config, runtime.plan, world)
     router = runtime.layers[0].router
-    right = router._topk
+    right = router._ops.topk
 
     def next_experts(logits, bias, rule, num_tokens):
         route = right(logits, bias, rule, num_tokens)
         ids = torch.where(route.topk_ids >= 0, (route.topk_ids + 1) % model.num_experts, -1)
         return Route(ids, route.topk_weights)
 
-    router._topk = next_experts
+    router._ops = replace(router._ops, topk=next_experts)
     found = verify_step(runtime, runtime.eager(), batches)
     return found.passed, found.routes_differing, found.rows
 

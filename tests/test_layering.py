@@ -106,6 +106,41 @@ def test_no_torch_below_the_plan(name: str) -> None:
     assert seen
 
 
+def test_no_module_is_imported_while_it_imports() -> None:
+    """Any module may be the first that a program imports: no circle through any of them."""
+    files = {name_of(path): path for path in FILES}
+    needs = {name: _needed(name, path, files) for name, path in files.items()}
+    for name in files:
+        circle = _circle(name, needs)
+        assert not circle, " -> ".join(circle)
+
+
+def _needed(name: str, path: Path, files: dict[str, Path]) -> set[str]:
+    """What runs before ``name`` can: what it imports and the packages above that, but not its own
+    packages, which are under way already."""
+    found: set[str] = set()
+    for imported in imports(path):
+        while imported in files or "." in imported:
+            if imported in files and imported != name and not name.startswith(f"{imported}."):
+                found.add(imported)
+            imported = imported.rpartition(".")[0]
+    return found
+
+
+def _circle(start: str, needs: dict[str, set[str]]) -> list[str]:
+    """A way from ``start`` back to it, empty when there is none."""
+    ways, seen = [[start]], {start}
+    while ways:
+        way = ways.pop()
+        for module in needs[way[-1]]:
+            if module == start:
+                return [*way, start]
+            if module not in seen:
+                seen.add(module)
+                ways.append([*way, module])
+    return []
+
+
 def test_the_layer_names_no_backend() -> None:
     text = (PACKAGE / "layer.py").read_text()
     assert not any(word in text for word in ("deepep", "deep_gemm", "deepgemm", "triton", "cuda"))

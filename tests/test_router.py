@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from epdecode.errors import UserError
-from epdecode.kernels.router import router_ref
-from epdecode.router import GateRouter, make_route, rule_of
+from epdecode.router import PLAIN, GateRouter, make_route, rule_of
 from epdecode.routing.rules import RULES, RoutingJob, forced_weights
 from tests.small import small_model
 
@@ -53,7 +52,7 @@ def test_no_tokens_is_a_route() -> None:
 def test_the_gate_gives_padded_rows_no_expert() -> None:
     model = small_model()
     gate = torch.randn(model.num_experts, model.hidden).to(torch.bfloat16)
-    router = GateRouter(gate, torch.zeros(model.num_experts), rule_of(model), router_ref)
+    router = GateRouter(gate, torch.zeros(model.num_experts), rule_of(model), PLAIN)
     normed = torch.randn(4, model.hidden).to(torch.bfloat16)
     normed[3] = torch.nan
     route = router(normed, torch.tensor([3], dtype=torch.int32))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,10 +12,9 @@ from epdecode.batch import Batch, ExpertWeights, MaskedBatch, PackedBatch, Pendi
 from epdecode.build import Runtime, build
 from epdecode.graphs import StepBatch, fill
 from epdecode.kernels.rms_norm import LayerEnd
-from epdecode.kernels.router import router_ref
 from epdecode.layer import MoELayer
 from epdecode.plan import Plan, make_plan
-from epdecode.router import GateRouter, make_route, rule_of
+from epdecode.router import PLAIN, GateRouter, make_route, rule_of
 from epdecode.shared import NoSharedExpert, SerialLane
 from epdecode.transport import build_transport
 from epdecode.verify import row_errors
@@ -225,8 +225,8 @@ def test_the_gate_scales_whether_it_divides_or_not(norm: bool, total: float, fac
     router = plain_router(norm_topk_prob=norm, routed_scaling_factor=factor)
     model = small_model(num_experts=4, router=router)
     logits = torch.tensor([[0.6, 0.2, 0.19999, 1e-5]]).log()
-    gate = GateRouter(torch.zeros(4, 4, dtype=torch.bfloat16), None, rule_of(model), router_ref)
-    gate.logits = lambda normed: logits  # type: ignore[method-assign]
+    ops = replace(PLAIN, logits=lambda normed, gate: logits)
+    gate = GateRouter(torch.zeros(4, 4, dtype=torch.bfloat16), None, rule_of(model), ops)
     route = gate(torch.zeros(1, 4, dtype=torch.bfloat16), torch.tensor([1], dtype=torch.int32))
     assert route.topk_ids.tolist() == [[0, 1]]
     expected_weights = torch.tensor([[0.6, 0.2]]) / (0.8 if norm else 1) * factor

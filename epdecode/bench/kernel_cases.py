@@ -20,6 +20,7 @@ from epdecode.bench.cases import (
 from epdecode.bench.kernel_shapes import Shape
 from epdecode.bench.pack_cases import pack_case, unpack_weighted_case
 from epdecode.kernels.fp8 import GROUP, ScaleFormat, mn_major_scales, quantize_ref
+from epdecode.kernels.gate import gate_logits, gate_logits_ref
 from epdecode.kernels.group_quant import Layout, empty_quantized, group_quant, group_quant_ref
 from epdecode.kernels.rms_norm import add_rms_norm, add_rms_norm_ref, rms_norm, rms_norm_ref
 from epdecode.kernels.router import RouterRule, router, router_ref
@@ -155,6 +156,33 @@ def router_case(shape: Shape) -> Case:
     return Case("router", shape, num_bytes, build)
 
 
+def gate_case(shape: Shape) -> Case:
+    """T, experts, H, rule -> gate logits and the route that the router makes of them."""
+    tokens, experts, hidden = (int(shape[key]) for key in ("T", "experts", "H"))
+    rule = RULES[str(shape["rule"])]
+    num_bytes = 2 * hidden * (tokens + experts) + tokens * rule.top_k * 12
+
+    def build(device: torch.device, sets: int) -> Built:
+        real = torch.tensor([tokens], dtype=torch.int32, device=device)
+        weights = (torch.randn(experts, hidden, device=device) / hidden**0.5).bfloat16()
+        inputs = [torch.randn(tokens, hidden, device=device).bfloat16() for _ in range(sets)]
+
+        def run(x: torch.Tensor) -> Route:
+            return router(gate_logits(x, weights), None, rule, real)
+
+        def plain() -> Route:
+            return router_ref(gate_logits_ref(inputs[0], weights), None, rule, real)
+
+        def difference() -> str:
+            parts, want = gate_logits(inputs[0], weights), gate_logits_ref(inputs[0], weights)
+            off = float((parts.sum(0) - want).abs().max())
+            return "" if off <= 1e-3 else f"logits differ by {off:.2g}"
+
+        return Built(tuple(partial(run, x) for x in inputs), plain, None, difference)
+
+    return Case("gate", shape, num_bytes, build)
+
+
 def _empty_route(tokens: int, top_k: int, device: torch.device) -> Route:
     ids = torch.empty(tokens, top_k, dtype=torch.int64, device=device)
     return Route(ids, torch.empty(tokens, top_k, device=device))
@@ -218,6 +246,7 @@ def add_rms_norm_case(shape: Shape) -> Case:
 CASES: dict[str, Callable[[Shape], Case]] = {
     "swiglu_quant": swiglu_quant_case,
     "group_quant": group_quant_case,
+    "gate": gate_case,
     "router": router_case,
     "rms_norm": rms_norm_case,
     "add_rms_norm": add_rms_norm_case,

@@ -30,6 +30,8 @@ TARGETS = (("fp32", "row"), ("fp32", "column"), ("ue8m0", "column"))
 """Scale format, layout."""
 ROUTERS = (("deepseek-v3", 256), ("qwen3", 128), ("gpt-oss", 128))
 """Rule, experts."""
+GATES = (("deepseek-v3", 256, 7168), ("qwen3", 128, 2048))
+"""Rule, experts, hidden: gate product and router together."""
 
 
 def default_shapes() -> Iterator[tuple[str, Shape]]:
@@ -43,6 +45,8 @@ def default_shapes() -> Iterator[tuple[str, Shape]]:
         yield "group_quant", {"T": tokens, "H": hidden, "scales": scales, "layout": layout}
     for tokens, (rule, num_experts) in product((1, 128, 1024), ROUTERS):
         yield "router", {"T": tokens, "experts": num_experts, "rule": rule}
+    for tokens, (rule, experts, hidden) in product((1, 128), GATES):
+        yield "gate", {"T": tokens, "experts": experts, "H": hidden, "rule": rule}
     for tokens in (1, 128, 1024):
         yield "rms_norm", {"T": tokens, "H": 7168}
         yield "add_rms_norm", {"T": tokens, "H": 7168}

@@ -15,6 +15,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from epdecode.batch import Fp8Rows, Rows
+from epdecode.kernels.dot import dot_bfloat16
 from epdecode.kernels.launch import persistent_programs, power_of_two
 from epdecode.kernels.quant_math import group_scale, silu_mul
 
@@ -69,15 +70,6 @@ def _row_scales(scales, group, rows, valid, stride_m, stride_g, UE8M0: tl.conste
 
 
 @triton.jit
-def _dot_bfloat16(weights, rows, acc, WIDEN: tl.constexpr):
-    """acc + weights x rows. The interpreter multiplies bfloat16 as integers: WIDEN there."""
-    if WIDEN:
-        return tl.dot(weights.to(tl.float32), rows.to(tl.float32), acc)
-    else:  # noqa: RET505, the compiler must not see both returns
-        return tl.dot(weights, rows, acc)
-
-
-@triton.jit
 def _gate_up_kernel(
     x, w, x_scales, w_scales, counts, act, act_scales,
     x_stride_e, x_stride_m, x_stride_g, a_stride_e, a_stride_m, a_stride_g,
@@ -109,8 +101,8 @@ def _gate_up_kernel(
                 gate += tl.dot(gate_w, rows) * (scale * tl.load(gate_scales + step))[None]
                 up += tl.dot(up_w, rows) * (scale * tl.load(up_scales + step))[None]
             else:
-                gate = _dot_bfloat16(gate_w, rows, gate, WIDEN)
-                up = _dot_bfloat16(up_w, rows, up, WIDEN)
+                gate = dot_bfloat16(gate_w, rows, gate, WIDEN)
+                up = dot_bfloat16(up_w, rows, up, WIDEN)
         values = silu_mul(gate, up)
         if FP8:
             scale, factor = group_scale(tl.max(tl.abs(values), 0), UE8M0)
@@ -153,7 +145,7 @@ def _down_kernel(
                 scale = _row_scales(scales, step, tokens, valid, x_stride_m, x_stride_g, False)
                 acc += tl.dot(weights, rows) * (scale * tl.load(block_scales + step))[None]
             else:
-                acc = _dot_bfloat16(weights, rows, acc, WIDEN)
+                acc = dot_bfloat16(weights, rows, acc, WIDEN)
         place = (expert.to(tl.int64) * M + tokens)[:, None] * H
         place += column * ROWS + tl.arange(0, ROWS)[None]
         tl.store(out + place, acc.to(out.dtype.element_ty).T, mask=valid[:, None])

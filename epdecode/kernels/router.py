@@ -44,6 +44,14 @@ def _value_of(key):
 
 
 @triton.jit
+def _sum_parts(pointer, mask, stride, PARTS: tl.constexpr):
+    total = tl.load(pointer, mask=mask, other=float("-inf")).to(tl.float32)
+    for part in tl.static_range(1, PARTS):
+        total += tl.load(pointer + part * stride, mask=mask, other=0.0).to(tl.float32)
+    return total
+
+
+@triton.jit
 def _best_groups(key, group, TOP2: tl.constexpr, GROUPS: tl.constexpr, KEEP: tl.constexpr):
     """int1 per group: is it among the KEEP best? key int64 [groups, size]."""
     LOWEST: tl.constexpr = -(1 << 63)
@@ -69,7 +77,9 @@ def _router_kernel(  # noqa: C901
     topk_ids,
     topk_weights,
     row_stride,
+    part_stride,
     factor,
+    PARTS: tl.constexpr,
     SCORING: tl.constexpr,
     CHOOSE_LOGIT: tl.constexpr,
     BIAS: tl.constexpr,
@@ -95,7 +105,7 @@ def _router_kernel(  # noqa: C901
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    logit = tl.load(row + id, mask=real, other=float("-inf")).to(tl.float32)
+    logit = _sum_parts(row + id, real, part_stride, PARTS)
     highest = tl.max(tl.max(logit, 1), 0)
     total = tl.zeros((), tl.float64)
     if SCORING == 0:
@@ -122,7 +132,7 @@ def _router_kernel(  # noqa: C901
         key = tl.where(key == best, LOWEST, key)
 
     used = slot < K
-    logit = tl.load(row + chosen, mask=used, other=float("-inf")).to(tl.float32)
+    logit = _sum_parts(row + chosen, used, part_stride, PARTS)
     if SCORING == 1:
         weight = sigmoid(logit)
     else:
@@ -149,12 +159,13 @@ def router(
 ) -> Route:
     """logits float [T, experts] -> topk_ids int64 [T, K], topk_weights float32 [T, K].
 
-    bias: float32 [experts], added for the choice only. num_tokens: int32 [1] on the device; rows
-    from there on get ids -1 and weights 0, so a captured graph serves every smaller batch.
+    logits may come in parts [parts, T, experts] (gate_logits), which are added in order. bias:
+    float32 [experts], added for the choice only. num_tokens: int32 [1] on the device; rows from
+    there on get ids -1 and weights 0, so a captured graph serves every smaller batch.
     """
     check_router(logits, bias, rule, num_tokens)
     out = _empty(logits, rule) if out is None else out
-    tokens, experts = logits.shape
+    tokens, experts = logits.shape[-2:]
     if tokens == 0:
         return out
     size = experts // rule.n_group
@@ -164,8 +175,10 @@ def router(
         num_tokens,
         out.topk_ids,
         out.topk_weights,
+        logits.stride(-2),
         logits.stride(0),
         float(rule.routed_scaling_factor),
+        PARTS=logits.shape[0] if logits.dim() == 3 else 1,
         SCORING=SCORINGS.index(rule.scoring),
         CHOOSE_LOGIT=chooses_by_logit(rule, bias),
         BIAS=bias is not None,
@@ -188,7 +201,7 @@ def router(
 
 
 def _empty(logits: torch.Tensor, rule: RouterRule) -> Route:
-    shape = (logits.shape[0], rule.top_k)
+    shape = (logits.shape[-2], rule.top_k)
     ids = torch.empty(shape, dtype=torch.int64, device=logits.device)
     return Route(ids, torch.empty(shape, dtype=torch.float32, device=logits.device))
 
@@ -234,7 +247,7 @@ def router_ref(
     """``router`` in plain torch; the same ids, on CUDA the same bits of the weights."""
     check_router(logits, bias, rule, num_tokens)
     out = _empty(logits, rule) if out is None else out
-    logits = logits.float()
+    logits = _added(logits.float())
     ids = torch.arange(logits.shape[1], device=logits.device)
     choice = _choice_ref(logits, bias, rule)
     key = _order_ref(choice, ids)
@@ -248,6 +261,16 @@ def router_ref(
     out.topk_ids.copy_(torch.where(good, chosen, -1))
     out.topk_weights.copy_(torch.where(good, weights, 0.0))
     return out
+
+
+def _added(logits: torch.Tensor) -> torch.Tensor:
+    """The parts of the logits summed one by one, as the kernel does."""
+    if logits.dim() == 2:
+        return logits
+    total = logits[0]
+    for part in logits[1:]:
+        total = total + part
+    return total
 
 
 def _weights_ref(logits: torch.Tensor, chosen: torch.Tensor, rule: RouterRule) -> torch.Tensor:

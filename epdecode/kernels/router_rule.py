@@ -36,10 +36,12 @@ def check_router(
     logits: torch.Tensor, bias: torch.Tensor | None, rule: RouterRule, num_tokens: torch.Tensor
 ) -> None:
     op = "router"
-    check(logits.dim() == 2, op, "logits' rank", logits.dim(), "2: [T, experts]")
+    check(logits.dim() in (2, 3), op, "logits' rank", logits.dim(), "2 or 3: [parts,] T, experts")
     check(logits.is_floating_point(), op, "logits' dtype", logits.dtype, "a float type")
-    check(logits.stride(1) == 1, op, "logits' stride", logits.stride(), "a row's logits contiguous")
-    experts = logits.shape[1]
+    check(
+        logits.stride(-1) == 1, op, "logits' stride", logits.stride(), "a row's logits contiguous"
+    )
+    experts = logits.shape[-1]
     check(rule.scoring in SCORINGS, op, "scoring", rule.scoring, ", ".join(SCORINGS))
     good = 0 < rule.n_group <= experts and experts % rule.n_group == 0
     check(good, op, "n_group", rule.n_group, f"a divisor of {experts} experts")

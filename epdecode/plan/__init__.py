@@ -14,6 +14,7 @@ from epdecode.config import Config
 from epdecode.config.rules import config_rules, model_rules
 from epdecode.errors import ConfigError
 from epdecode.models import ModelShape
+from epdecode.models.layers import LoopLayer, layer_problems, loop_layers
 from epdecode.plan import limits, memory
 from epdecode.plan.expert_loads import ASSUMED, Kernels
 from epdecode.plan.expert_site import Site
@@ -27,7 +28,6 @@ from epdecode.plan.floors import (
     weight_floor_us,
 )
 from epdecode.plan.hardware import Device, resolve_device
-from epdecode.plan.layers import LoopLayer, layer_problems, loop_layers
 from epdecode.plan.model import effective_model, model_choices, model_problems
 from epdecode.plan.placed import PlacementPlan, placement_problems, plan_placement
 from epdecode.plan.transport import (

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from epdecode.config import Config
 from epdecode.models import ModelShape
-from epdecode.plan.layers import LoopLayer
+from epdecode.models.layers import LoopLayer
 from epdecode.plan.placement import (
     Slots,
     balanced,

@@ -15,7 +15,7 @@ from epdecode.config import Config, RoutingConfig
 from epdecode.config.load import find_beside
 from epdecode.errors import ConfigError
 from epdecode.models import ModelShape
-from epdecode.plan.layers import LoopLayer, recorded_rows
+from epdecode.models.layers import LoopLayer, recorded_rows
 from epdecode.routing import table as routing_table
 from epdecode.routing import trace as routing_trace
 from epdecode.routing.table import Counts, LoadTable, read_load_table

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from epdecode.config import RoutingConfig
-from epdecode.plan.layers import LoopLayer
+from epdecode.models.layers import LoopLayer
 from epdecode.routing.load import inclusion, likelihood, weights_for
 from epdecode.routing.rules import RULES, RoutingJob
 

@@ -13,8 +13,8 @@ from safetensors.numpy import save_file
 
 from epdecode.errors import ConfigError
 from epdecode.inputs import first_tokens, make_batches, token_counts, tokens_needed
+from epdecode.models.layers import loop_layers, recorded_rows
 from epdecode.plan import make_plan
-from epdecode.plan.layers import loop_layers, recorded_rows
 from epdecode.routing.load import read_load, read_recorded, recorded_load
 from epdecode.routing.trace import Trace, check_trace, need_tokens, read_trace, write_trace
 from epdecode.session import open_runtime

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from epdecode.errors import ConfigError
-from epdecode.plan.layers import LoopLayer, layer_problems, loop_layers
+from epdecode.models.layers import LoopLayer, layer_problems, loop_layers
 from tests.small import small_model, small_plan
 
 SPARSE = small_model(num_moe_layers=3, moe_layers=(1, 3, 5))
