@@ -19,31 +19,43 @@ EXPERTS = 64
 """Experts of a tile."""
 STEP = 128
 """Columns of one product; a part is a whole number of them."""
+EARLY = 4
+"""Products whose weights are loaded ahead of the rows: as many as 8 warps have registers for."""
 
 
 @triton.jit
 def _gate_kernel(
     x, gate, parts, tokens, experts, size,
-    STEPS: tl.constexpr, TOKENS: tl.constexpr, EXPERTS: tl.constexpr, STEP: tl.constexpr,
-    WIDEN: tl.constexpr, PDL: tl.constexpr,
+    STEPS: tl.constexpr, EARLY: tl.constexpr, TOKENS: tl.constexpr, EXPERTS: tl.constexpr,
+    STEP: tl.constexpr, WIDEN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     expert = tl.program_id(1) * EXPERTS + tl.arange(0, EXPERTS)
     part = tl.program_id(2)
-    rows = x + token.to(tl.int64)[:, None] * size
-    weights = gate + expert.to(tl.int64)[:, None] * size
-    total = tl.zeros((TOKENS, EXPERTS), tl.float32)
+    column = (part * STEPS * STEP + tl.arange(0, STEP))[None, :]
+    here, there = (token < tokens)[:, None], (expert < experts)[:, None]
+    rows = x + token.to(tl.int64)[:, None] * size + column
+    weights = gate + expert.to(tl.int64)[:, None] * size + column
+    # Weights wait for no kernel: their way here passes while the rows are still being normed.
+    ready = ()
+    for step in tl.static_range(EARLY):
+        mask = there & (column + step * STEP < size)
+        ready = ready + (tl.load(weights + step * STEP, mask=mask, other=0.0),)  # type: ignore[assignment]
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    for step in tl.static_range(STEPS):
-        column = ((part * STEPS + step) * STEP + tl.arange(0, STEP))[None, :]
-        here = column < size
-        a = tl.load(rows + column, mask=(token < tokens)[:, None] & here, other=0.0)
-        b = tl.load(weights + column, mask=(expert < experts)[:, None] & here, other=0.0)
+    total = tl.zeros((TOKENS, EXPERTS), tl.float32)
+    for step in tl.static_range(EARLY):
+        mask = here & (column + step * STEP < size)
+        a = tl.load(rows + step * STEP, mask=mask, other=0.0)
+        total = dot_bfloat16(a, tl.trans(ready[step]), total, WIDEN)
+    for step in tl.range(EARLY, STEPS):
+        inside = column + step * STEP < size
+        a = tl.load(rows + step * STEP, mask=here & inside, other=0.0)
+        b = tl.load(weights + step * STEP, mask=there & inside, other=0.0)
         total = dot_bfloat16(a, tl.trans(b), total, WIDEN)
     to = parts + (part * tokens + token).to(tl.int64)[:, None] * experts + expert[None, :]
-    tl.store(to, total, mask=(token < tokens)[:, None] & (expert < experts)[None, :])
+    tl.store(to, total, mask=here & (expert < experts)[None, :])
 
 
 def gate_logits(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
@@ -60,9 +72,9 @@ def gate_logits(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
     parts = torch.empty(num_parts, tokens, experts, dtype=torch.float32, device=x.device)
     if tokens:
         _gate_kernel[(*tiles, num_parts)](
-            x, gate, parts, tokens, experts, size, STEPS=of_part, TOKENS=block, EXPERTS=EXPERTS,
-            STEP=STEP, WIDEN=x.device.type != "cuda", PDL=early_launch(x.device), num_warps=4,
-            **launch_options(x.device),
+            x, gate, parts, tokens, experts, size, STEPS=of_part, EARLY=min(EARLY, of_part),
+            TOKENS=block, EXPERTS=EXPERTS, STEP=STEP, WIDEN=x.device.type != "cuda",
+            PDL=early_launch(x.device), num_warps=8, **launch_options(x.device),
         )  # fmt: skip
     return parts
 
