@@ -44,12 +44,13 @@ class Align:
 def build_align(name: str, world: World, transport: str = "deepep_ll") -> Align:
     """The alignment that ``run.align`` asks for: auto, nvshmem or none. Collective.
 
-    ``auto`` is nvshmem wherever that works and none elsewhere, with the reason. Raises
-    EnvironmentFault on all ranks when ``nvshmem`` is asked for and any rank cannot have it.
+    ``auto`` is nvshmem wherever the transport has started NVSHMEM and its barrier may be called,
+    and none elsewhere, with the reason. Raises EnvironmentFault on all ranks when ``nvshmem`` is
+    asked for and any rank cannot have it.
     """
     if name == "none":
         return _none("run.align is none")
-    refusal = _first(world, why_not(world, transport))
+    refusal = _first(world, why_not(world, transport) or (unstarted() if name == "auto" else ""))
     if not refusal:
         core = importlib.import_module("nvshmem.core")
         joined = _is_started(core)
@@ -89,6 +90,13 @@ def why_not(world: World, transport: str) -> str:
     except (ImportError, OSError, RuntimeError) as error:
         return f"nvshmem4py cannot be loaded: {type(error).__name__}: {error}"
     return ""
+
+
+def unstarted() -> str:
+    """Why not, when nobody has started NVSHMEM: it takes GiB of the device; '' when it runs."""
+    if _is_started(importlib.import_module("nvshmem.core")):
+        return ""
+    return "the transport has not started NVSHMEM; run.align: nvshmem would, for GiB of memory"
 
 
 def mps_running() -> bool:

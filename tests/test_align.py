@@ -71,26 +71,34 @@ def built(world: World, name: str, status: int = 2, started: bool = False, lame:
     return made.name, made.reason, core.calls
 
 
-@pytest.mark.parametrize("name", ["auto", "nvshmem"])
-def test_a_gpu_each(name) -> None:
+def test_started_when_asked_for() -> None:
     calls = ["start", "barrier on trial", "barrier on stream", "finalize"]
     expected = ("nvshmem", "", calls)
-    assert run_ranks(2, built, name) == [expected] * 2
+    assert run_ranks(2, built, "nvshmem") == [expected] * 2
 
 
-def test_what_deep_ep_started_is_left_to_deep_ep() -> None:
+def test_auto_starts_nothing() -> None:
+    for name, reason, calls in run_ranks(2, built, "auto"):
+        assert (name, calls) == ("none", [])
+        assert "rank 0: the transport has not started NVSHMEM" in reason
+
+
+@pytest.mark.parametrize("name", ["auto", "nvshmem"])
+@pytest.mark.parametrize("status", [2, 4])
+def test_what_deep_ep_started_is_left_to_deep_ep(name, status) -> None:
+    """A GPU each, or a share of one under MPS."""
     expected = ("nvshmem", "", ["barrier on trial", "barrier on stream"])
-    assert run_ranks(2, built, "auto", 2, True) == [expected] * 2
+    assert run_ranks(2, built, name, status, True) == [expected] * 2
 
 
 def test_no_barrier_without_shares_of_mps() -> None:
-    for name, reason, calls in run_ranks(2, built, "auto", align.LIMITED_MPG):
-        assert (name, calls) == ("none", ["start", "finalize"])
+    for name, reason, calls in run_ranks(2, built, "auto", align.LIMITED_MPG, True):
+        assert (name, calls) == ("none", [])
         assert "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE" in reason
 
 
 def test_one_rank_without_the_library_decides_for_all() -> None:
-    results = run_ranks(2, built, "auto", 2, False, 1)
+    results = run_ranks(2, built, "auto", 2, True, 1)
     assert results[0] == results[1]
     assert results[0][0] == "none"
     assert results[0][1].startswith("rank 1: nvshmem4py cannot be loaded")
