@@ -80,7 +80,7 @@ class FusedChain:
 
         self._run = expert_chain.expert_chain
         self._tile = expert_chain.ChainTile
-        self._may_be_narrow = chain.shape.size % 256 == 0
+        self._shape = chain.shape
         self._space = expert_chain.empty_space(
             chain.shape.experts, chain.capacity, chain.shape.size, device
         )
@@ -102,7 +102,8 @@ class FusedChain:
             tokens=choice.tokens,
             parts=choice.parts,
             stages=choice.stages,
-            narrow=choice.narrow and self._may_be_narrow,
+            narrow=choice.narrow and self._shape.size % 256 == 0,
+            splits=choice.splits if self._shape.hidden % (128 * choice.splits) == 0 else 1,
         )
         self._run(rows, weights, counts, self._space, out, tile)
         mark("down_gemm")

@@ -23,17 +23,18 @@ from epdecode.kernels.expert_chain_load import load_block_scales, load_rows, loa
 from epdecode.kernels.expert_chain_math import consume
 from epdecode.kernels.expert_chain_shape import Cut, Ring
 from epdecode.kernels.fp8 import mn_major_scales
-from epdecode.kernels.launch import persistent_programs, power_of_two
+from epdecode.kernels.launch import launch_options, persistent_programs, power_of_two
 
 
 @gluon.jit
 def _chain_kernel(
     x, x_scales, w1, act_rows, act_row_scales, w2, w1_scales, w2_scales, counts, tickets, ready,
-    act, act_scales, out,
+    partials, arrived, act, act_scales, out,
     E: gl.constexpr, E_POW2: gl.constexpr, M: gl.constexpr, H: gl.constexpr, SIZE: gl.constexpr,
     TOKENS: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr, NARROW: gl.constexpr,
+    SPLITS: gl.constexpr, PLACES: gl.constexpr,
 ):  # fmt: skip
-    cut = Cut(E, E_POW2, M, H, SIZE, TOKENS, PARTS, STAGES, NARROW)
+    cut = Cut(E, E_POW2, M, H, SIZE, TOKENS, PARTS, STAGES, NARROW, SPLITS, PLACES)
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
     words: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     ring = Ring(
@@ -42,12 +43,13 @@ def _chain_kernel(
         gl.allocate_shared_memory(gl.float32, [STAGES * cut.BOXES, 1, cut.LANES], x_scales.layout),
         gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier),
         gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier),
-        gl.allocate_shared_memory(gl.int32, [4 * cut.SLOTS, 1], words),
+        gl.allocate_shared_memory(gl.int32, [5 * cut.SLOTS, 1], words),
         gl.allocate_shared_memory(gl.int64, [cut.SLOTS, 1], barrier),
         gl.allocate_shared_memory(gl.float32, [2 * cut.SLOTS, cut.BLOCKS], words),
         gl.allocate_shared_memory(gl.int64, [cut.SLOTS, 1], barrier),
         gl.allocate_shared_memory(gl.int64, [cut.SLOTS, 1], barrier),
         gl.allocate_shared_memory(gl.float32, [4, TOKENS], words),
+        gl.allocate_shared_memory(gl.int32, [1], words),
         gl.allocate_shared_memory(gl.int64, [1], barrier),
     )
     for i in gl.static_range(STAGES):
@@ -60,14 +62,14 @@ def _chain_kernel(
     mbarrier.init(ring.met, count=2)
     gl.warp_specialize(
         [
-            (consume, (act, act_scales, ready, out, ring, cut, 0)),
-            (consume, (act, act_scales, ready, out, ring, cut, 1)),
+            (load_block_scales, (w1_scales, w2_scales, ring, cut)),
+            (consume, (act, act_scales, ready, partials, arrived, out, ring, cut, 0)),
+            (consume, (act, act_scales, ready, partials, arrived, out, ring, cut, 1)),
             (load_weights, (w1, w2, counts, tickets, ring, cut)),
             (load_rows, (x, x_scales, act_rows, act_row_scales, ready, ring, cut)),
-            (load_block_scales, (w1_scales, w2_scales, ring, cut)),
         ],
-        [4, 1, 1, 1],
-        [232, 32, 32, 32],
+        [4, 4, 1, 1],
+        [232, 232, 24, 24],
     )
 
 
@@ -83,6 +85,16 @@ class ChainTile:
     """Steps of 32 KiB of weights under way per SM."""
     narrow: bool = False
     """Down tiles of 128 instead of 256 weight rows, 256 columns a step: a shorter tail."""
+    splits: int = 1
+    """Parts of a gate-up tile's K, 1, 2, 4 or 8, that different SMs take: where tiles are few.
+
+    Loads whose tiles' sums do not fit the space run unsplit.
+    """
+
+
+MOST_SPLITS = 8
+PARTIAL_FLOATS = 1 << 22
+"""16 MiB: more would cost as much time as the parts gain, and leave L2."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,22 +103,29 @@ class ChainSpace:
 
     act: e4m3 [E, M, I] with MN-major scales of strides (M * I/128, 1, M). tickets int32 [1] and
     ready int32 [E * M/16] (math groups done with a token tile): zero before the first launch, and
-    after each.
+    after each; so is arrived int32 [tiles] (parts of a gate-up tile handed over). partials float32:
+    the sums of parts.
     """
 
     act: Fp8Rows
     tickets: torch.Tensor
     ready: torch.Tensor
+    partials: torch.Tensor
+    arrived: torch.Tensor
 
 
 def empty_space(experts: int, capacity: int, size: int, device: torch.device) -> ChainSpace:
     """A space for any ChainTile; capacity a multiple of 4."""
     data = torch.empty(experts, capacity, size, dtype=torch.float8_e4m3fn, device=device)
     ready = experts * -(-capacity // 16)
+    most = ready * (size // 128) * MOST_SPLITS * 2 * 128 * 16
+    sums = min(PARTIAL_FLOATS, most)
     return ChainSpace(
         Fp8Rows(data, mn_major_scales(experts, capacity, size // 128, "fp32", device)),
         torch.zeros(1, dtype=torch.int32, device=device),
         torch.zeros(ready, dtype=torch.int32, device=device),
+        torch.empty(sums, dtype=torch.float32, device=device),
+        torch.zeros(sums // (2 * 2 * 128 * 16), dtype=torch.int32, device=device),
     )
 
 
@@ -144,13 +163,16 @@ def expert_chain(
     gate_up, down, act = weights.gate_up, weights.down, space.act
     assert isinstance(gate_up, Fp8Rows), "the fused chain reads FP8 weights"
     assert isinstance(down, Fp8Rows), "the fused chain reads FP8 weights"
+    places = space.partials.numel() // (tile.splits * 2 * 128 * tile.tokens * tile.parts)
     _chain_kernel[(persistent_programs(x.data.device, 1, 1 << 30),)](
         _boxes(x.data, tile.tokens), _scale_boxes(x.scales, tile.tokens),
         _boxes(gate_up.data, 128),
         _boxes(act.data, tile.tokens), _scale_boxes(act.scales, tile.tokens),
         _boxes(down.data, 128),
-        gate_up.scales, down.scales, counts, space.tickets, space.ready, act.data, act.scales, out,
+        gate_up.scales, down.scales, counts, space.tickets, space.ready,
+        space.partials, space.arrived, act.data, act.scales, out,
         E=experts, E_POW2=max(32, power_of_two(experts)), M=capacity, H=hidden,
         SIZE=act.data.shape[-1], TOKENS=tile.tokens, PARTS=tile.parts, STAGES=tile.stages,
-        NARROW=tile.narrow, num_warps=4,
+        NARROW=tile.narrow, SPLITS=tile.splits, PLACES=places if tile.splits > 1 else 0,
+        num_warps=4, **launch_options(x.data.device),
     )  # fmt: skip

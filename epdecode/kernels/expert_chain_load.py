@@ -39,28 +39,55 @@ def advance(index, phase, LENGTH: gl.constexpr) -> tuple[tl.tensor, tl.tensor]:
 
 
 @gluon.jit
-def _post(ring: Ring, slot, expert, column, tile, count):
+def await_kernel_before() -> None:
+    """Until the kernel before has ended and all it wrote is there; the next may then be set up.
+
+    A program of the next kernel gets its SM when this one leaves it, and waits here in turn.
+    """
+    gl.inline_asm_elementwise(
+        "griddepcontrol.wait; griddepcontrol.launch_dependents; mov.b32 $0, 0;",
+        "=r", [], gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _post(ring: Ring, slot, expert, column, tile, count, part):
     one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    ring.words.index(4 * slot).store(gl.full([1], expert, gl.int32, layout=one))
-    ring.words.index(4 * slot + 1).store(gl.full([1], column, gl.int32, layout=one))
-    ring.words.index(4 * slot + 2).store(gl.full([1], tile, gl.int32, layout=one))
-    ring.words.index(4 * slot + 3).store(gl.full([1], count, gl.int32, layout=one))
+    ring.words.index(5 * slot).store(gl.full([1], expert, gl.int32, layout=one))
+    ring.words.index(5 * slot + 1).store(gl.full([1], column, gl.int32, layout=one))
+    ring.words.index(5 * slot + 2).store(gl.full([1], tile, gl.int32, layout=one))
+    ring.words.index(5 * slot + 3).store(gl.full([1], count, gl.int32, layout=one))
+    ring.words.index(5 * slot + 4).store(gl.full([1], part, gl.int32, layout=one))
     mbarrier.arrive(ring.posted.index(slot), count=1)
 
 
 @gluon.jit
-def take(ring: Ring, slot, phase) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
-    """(expert, column, token tile, rows of the expert) of the next tile; expert -1 = no more.
+def take(ring: Ring, slot, phase) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    """(expert, column, token tile, rows of the expert, part) of the next tile; expert -1 = no more.
 
-    Columns count on from the gate-up columns into the down columns.
+    Columns count on from the gate-up columns into the down columns. Parts of gate-up tiles count
+    through all tiles, SPLITS each; -1 = the whole tile.
     """
     one: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     mbarrier.wait(ring.posted.index(slot), phase)
-    expert = gl.max(ring.words.index(4 * slot).load(one), 0)
-    column = gl.max(ring.words.index(4 * slot + 1).load(one), 0)
-    tile = gl.max(ring.words.index(4 * slot + 2).load(one), 0)
-    count = gl.max(ring.words.index(4 * slot + 3).load(one), 0)
-    return expert, column, tile, count
+    expert = gl.max(ring.words.index(5 * slot).load(one), 0)
+    column = gl.max(ring.words.index(5 * slot + 1).load(one), 0)
+    tile = gl.max(ring.words.index(5 * slot + 2).load(one), 0)
+    count = gl.max(ring.words.index(5 * slot + 3).load(one), 0)
+    part = gl.max(ring.words.index(5 * slot + 4).load(one), 0)
+    return expert, column, tile, count, part
+
+
+@gluon.jit
+def up_steps(part, cut: Cut) -> tuple[tl.tensor, tl.tensor]:
+    """(first, end) of the K steps of a gate-up tile's part."""
+    if cut.SPLITS == 1:
+        return 0, cut.UP_STEPS
+    else:  # noqa: RET505, the compiler must not see both returns
+        each: gl.constexpr = cut.UP_STEPS // cut.SPLITS
+        whole = part < 0
+        first = gl.where(whole, 0, part % cut.SPLITS * each)
+        return first, gl.where(whole, cut.UP_STEPS, first + each)
 
 
 @gluon.jit
@@ -83,11 +110,11 @@ def _next_ticket(tickets, total):
 
 @gluon.jit
 def _stream_weights(
-    w, row, second_row, second_k, stage, phase, ring: Ring, cut: Cut,
-    STEPS: gl.constexpr, STEP: gl.constexpr,
+    w, row, second_row, second_k, first, end, stage, phase, ring: Ring, cut: Cut,
+    STEP: gl.constexpr,
 ):  # fmt: skip
     """Two boxes a step: one from ``row``, one ``second_row`` rows and ``second_k`` columns on."""
-    for step in range(STEPS):
+    for step in range(first, end):
         bar = ring.full.index(stage)
         k = step * STEP
         mbarrier.wait(ring.empty.index(stage), phase)
@@ -102,13 +129,20 @@ def _stream_weights(
 
 @gluon.jit
 def load_weights(w1, w2, counts, tickets, ring: Ring, cut: Cut) -> None:
-    """One warp: takes tiles in order, all gate-up tiles first, and streams their weights."""
+    """One warp: takes tiles in order, all gate-up tiles first, and streams their weights.
+
+    An expert's gate-up tiles are in the order of columns, then parts, then token tiles: what adds
+    up to one tile is done at the same time, and so is what reads the same weights.
+    """
     layout: gl.constexpr = gl.BlockedLayout([cut.E_POW2 // 32], [32], [1], [0])
+    await_kernel_before()
     experts = gl.arange(0, cut.E_POW2, layout=layout)
     rows = gl.load(counts + experts, mask=experts < cut.E, other=0)
     ends = gl.associative_scan((rows + cut.TILE - 1) // cut.TILE, 0, _add)
-    up_tiles = gl.max(ends, 0) * cut.UP_COLUMNS
-    total = up_tiles + gl.max(ends, 0) * cut.DOWN_COLUMNS
+    tiles = gl.max(ends, 0)
+    splits = gl.where(tiles * cut.UP_COLUMNS <= cut.PLACES, cut.SPLITS, 1)
+    up_tiles = tiles * cut.UP_COLUMNS * splits
+    total = up_tiles + tiles * cut.DOWN_COLUMNS
     ticket = gl.program_id(0)
     stage = 0
     phase = 1
@@ -116,7 +150,7 @@ def load_weights(w1, w2, counts, tickets, ring: Ring, cut: Cut) -> None:
     slot_phase = 1
     while ticket < total:
         is_down = ticket >= up_tiles
-        columns = gl.where(is_down, cut.DOWN_COLUMNS, cut.UP_COLUMNS)
+        columns = gl.where(is_down, cut.DOWN_COLUMNS, cut.UP_COLUMNS * splits)
         index = gl.where(is_down, ticket - up_tiles, ticket)
         before = ends * columns <= index
         expert = gl.sum(before.to(gl.int32), 0)
@@ -125,24 +159,30 @@ def load_weights(w1, w2, counts, tickets, ring: Ring, cut: Cut) -> None:
         count = gl.sum(gl.where(experts == expert, rows, 0), 0)
         index -= start * columns
         column = index // mine
+        tile = index % mine
         mbarrier.wait(ring.taken.index(slot), slot_phase)
-        place = column + gl.where(is_down, cut.UP_COLUMNS, 0)
-        _post(ring, slot, expert, place, index % mine, count)
-        slot, slot_phase = advance(slot, slot_phase, cut.SLOTS)
         if is_down:
+            _post(ring, slot, expert, column + cut.UP_COLUMNS, tile, count, -1)
             row = expert * cut.H + column * cut.DOWN_ROWS
             stage, phase = _stream_weights(
-                w2, row, cut.DOWN_ROWS - 128, 256 - cut.DOWN_ROWS, stage, phase, ring, cut,
-                cut.DOWN_STEPS, 128 * cut.DOWN_GROUPS,
+                w2, row, cut.DOWN_ROWS - 128, 256 - cut.DOWN_ROWS, 0, cut.DOWN_STEPS,
+                stage, phase, ring, cut, 128 * cut.DOWN_GROUPS,
             )  # fmt: skip
         else:
+            split = column % splits
+            column = column // splits
+            place = start * cut.UP_COLUMNS + column * mine + tile
+            part = gl.where(splits == 1, -1, place * cut.SPLITS + split)
+            _post(ring, slot, expert, column, tile, count, part)
             row = expert * (2 * cut.SIZE) + column * 128
+            first, end = up_steps(part, cut)
             stage, phase = _stream_weights(
-                w1, row, cut.SIZE, 0, stage, phase, ring, cut, cut.UP_STEPS, 128
+                w1, row, cut.SIZE, 0, first, end, stage, phase, ring, cut, 128
             )
+        slot, slot_phase = advance(slot, slot_phase, cut.SLOTS)
         ticket = _next_ticket(tickets, total)
     mbarrier.wait(ring.taken.index(slot), slot_phase)
-    _post(ring, slot, -1, 0, 0, 0)
+    _post(ring, slot, -1, 0, 0, 0, -1)
 
 
 @gluon.jit
@@ -182,7 +222,7 @@ def load_rows(x, x_scales, act, act_scales, ready, ring: Ring, cut: Cut) -> None
     phase = 1
     slot = 0
     slot_phase = 0
-    expert, column, tile, count = take(ring, slot, slot_phase)
+    expert, column, tile, count, part = take(ring, slot, slot_phase)
     while expert >= 0:
         give_back(ring, slot)
         slot, slot_phase = advance(slot, slot_phase, cut.SLOTS)
@@ -209,21 +249,22 @@ def load_rows(x, x_scales, act, act_scales, ready, ring: Ring, cut: Cut) -> None
                 stage, phase = advance(stage, phase, cut.STAGES)
         else:
             scale_row = expert * (cut.H // 128)
-            for step in range(cut.UP_STEPS):
+            first, end = up_steps(part, cut)
+            for step in range(first, end):
                 mbarrier.wait(ring.empty.index(stage), phase)
                 _load_step(x, x_scales, row, step, scale_row, token, stage, two, ring, cut, 1)
                 stage, phase = advance(stage, phase, cut.STAGES)
-        expert, column, tile, count = take(ring, slot, slot_phase)
+        expert, column, tile, count, part = take(ring, slot, slot_phase)
 
 
 @gluon.jit
 def load_block_scales(w1_scales, w2_scales, ring: Ring, cut: Cut) -> None:
-    """One warp: copies the block scales of each tile's two halves into shared memory."""
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    """Four warps: copy the block scales of each tile's two halves into shared memory."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     lane = gl.arange(0, cut.BLOCKS, layout=layout)
     slot = 0
     phase = 0
-    expert, column, _, _ = take(ring, slot, phase)
+    expert, column, _, _, _ = take(ring, slot, phase)
     while expert >= 0:
         if column >= cut.UP_COLUMNS:
             block = expert * (cut.H // 128) + (column - cut.UP_COLUMNS) * (cut.DOWN_ROWS // 128)
@@ -242,4 +283,4 @@ def load_block_scales(w1_scales, w2_scales, ring: Ring, cut: Cut) -> None:
         mbarrier.arrive(ring.scaled.index(slot), count=1)
         give_back(ring, slot)
         slot, phase = advance(slot, phase, cut.SLOTS)
-        expert, column, _, _ = take(ring, slot, phase)
+        expert, column, _, _, _ = take(ring, slot, phase)

@@ -13,7 +13,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from epdecode.kernels.expert_chain_load import advance, fence_proxies, give_back, take
+from epdecode.kernels.expert_chain_load import advance, fence_proxies, give_back, take, up_steps
 from epdecode.kernels.expert_chain_shape import Cut, Ring
 from epdecode.kernels.quant_math import group_scale, silu_mul
 
@@ -63,10 +63,10 @@ def _both(
 
 @gluon.jit
 def _accumulate(
-    ring: Ring, stage, phase, slot, cut: Cut,
-    STEPS: gl.constexpr, GROUPS: gl.constexpr, GROUP: gl.constexpr, mma: gl.constexpr,
+    ring: Ring, stage, phase, slot, first, end, cut: Cut,
+    GROUPS: gl.constexpr, GROUP: gl.constexpr, mma: gl.constexpr,
 ):  # fmt: skip
-    """Run a tile's K loop, GROUPS block scales a step: (a, b) sums of each part.
+    """Run K steps of a tile, GROUPS block scales a step: (a, b) sums of each part.
 
     The second part is computed even where no rows came for it: a branch here would cost registers,
     and what it gives is never stored.
@@ -75,7 +75,7 @@ def _accumulate(
     b0 = gl.zeros([64, cut.TOKENS], gl.float32, layout=mma)
     a1 = a0
     b1 = b0
-    for step in range(STEPS):
+    for step in range(first, end):
         scale_a = _block_scale(ring, 2 * slot, step * GROUPS, cut)
         scale_b = _block_scale(ring, 2 * slot + 1, step * GROUPS + GROUPS - 1, cut)
         box = stage * cut.BOXES
@@ -128,10 +128,86 @@ def _activate(
 
 
 @gluon.jit
+def _places(cut: Cut, mma: gl.constexpr):
+    """Where each of [64, TOKENS] sums is handed over: a register of all threads side by side."""
+    row = gl.arange(0, 64, layout=gl.SliceLayout(1, mma))
+    column = gl.arange(0, cut.TOKENS, layout=gl.SliceLayout(0, mma))
+    row = row // 16 * 64 + row % 16 // 8 * 256 + row % 8 * 8
+    column = column // 8 * 512 + column % 8
+    return row[:, None] + column[None, :]
+
+
+@gluon.jit
+def _hand_over(sums, partials, part, two, cut: Cut, GROUP: gl.constexpr, mma: gl.constexpr):
+    """Write this group's sums of one part of a tile: [gate, up] of each PARTS."""
+    size: gl.constexpr = 64 * cut.TOKENS
+    at = partials + (part.to(gl.int64) * 2 + GROUP) * (2 * cut.PARTS * size) + _places(cut, mma)
+    gl.store(at, sums[0])
+    gl.store(at + size, sums[1])
+    if cut.PARTS == 2:  # noqa: SIM102, only the inner test is left at run time
+        if two:
+            gl.store(at + 2 * size, sums[2])
+            gl.store(at + 3 * size, sums[3])
+
+
+@gluon.jit
+def _total(own, at, split, cut: Cut, GROUP: gl.constexpr):
+    """The sum over all parts, ``own`` and what others handed over, always in the same order."""
+    stride: gl.constexpr = 4 * cut.PARTS * 64 * cut.TOKENS
+    total = gl.zeros_like(own)
+    for other in gl.static_range(cut.SPLITS):
+        theirs = gl.load(at + other * stride, mask=other != split, other=0.0, cache_modifier=".cg")
+        total += gl.where(other == split, own, theirs)
+    return total
+
+
+@gluon.jit
+def _gather(sums, partials, part, two, cut: Cut, GROUP: gl.constexpr, mma: gl.constexpr):
+    """The sums of the whole tile, once all its parts are handed over."""
+    size: gl.constexpr = 64 * cut.TOKENS
+    split = part % cut.SPLITS
+    start = (part - split).to(gl.int64) * 2 + GROUP
+    at = partials + start * (2 * cut.PARTS * size) + _places(cut, mma)
+    a0 = _total(sums[0], at, split, cut, GROUP)
+    b0 = _total(sums[1], at + size, split, cut, GROUP)
+    a1 = sums[2]
+    b1 = sums[3]
+    if cut.PARTS == 2:  # noqa: SIM102, only the inner test is left at run time
+        if two:
+            a1 = _total(sums[2], at + 2 * size, split, cut, GROUP)
+            b1 = _total(sums[3], at + 3 * size, split, cut, GROUP)
+    return a0, b0, a1, b1
+
+
+@gluon.jit
+def _came_last(arrived, part, turn, ring: Ring, cut: Cut, GROUP: gl.constexpr):
+    """Whether all other parts of the tile were handed over before this one; two turns to meet.
+
+    Nobody waits for another part: who comes last has them all.
+    """
+    one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    gl.thread_barrier()
+    mbarrier.arrive(ring.met, count=1)
+    mbarrier.wait(ring.met, turn % 2)
+    if GROUP == 0:
+        counter = arrived + part // cut.SPLITS
+        before = gl.atomic_add(counter, 1, sem="acq_rel")
+        if before == cut.SPLITS - 1:
+            gl.store(counter, 0)
+        ring.arrivals.store(gl.full([1], before, gl.int32, layout=one))
+    gl.thread_barrier()
+    mbarrier.arrive(ring.met, count=1)
+    mbarrier.wait(ring.met, (turn + 1) % 2)
+    return gl.max(ring.arrivals.load(one), 0) == cut.SPLITS - 1
+
+
+@gluon.jit
 def _finish_up(
-    sums, act, act_scales, expert, token, count, column, turn, ring: Ring, cut: Cut,
+    sums, act, act_scales, ready, expert, tile, count, column, turn, ring: Ring, cut: Cut,
     GROUP: gl.constexpr, mma: gl.constexpr,
 ):  # fmt: skip
+    """Activate a gate-up tile's sums, write them and count them as ready."""
+    token = tile * cut.TILE
     _activate(
         sums[0], sums[1], act, act_scales, expert, token, count, column, turn, ring, cut, GROUP, mma
     )
@@ -143,6 +219,9 @@ def _finish_up(
                 ring, cut, GROUP, mma,
             )  # fmt: skip
             turn += 1
+    fence_proxies()
+    gl.thread_barrier()
+    gl.atomic_add(ready + expert * cut.TILES_M + tile, 1, sem="release")
     return turn
 
 
@@ -165,7 +244,9 @@ def _finish_down(sums, out, expert, token, count, column, cut: Cut, GROUP: gl.co
 
 
 @gluon.jit
-def consume(act, act_scales, ready, out, ring: Ring, cut: Cut, GROUP: gl.constexpr) -> None:
+def consume(
+    act, act_scales, ready, partials, arrived, out, ring: Ring, cut: Cut, GROUP: gl.constexpr
+) -> None:
     """Four warps: multiply half the weight rows of each tile, finish it and say so."""
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, cut.TOKENS, 32])
     stage = 0
@@ -173,27 +254,35 @@ def consume(act, act_scales, ready, out, ring: Ring, cut: Cut, GROUP: gl.constex
     slot = 0
     slot_phase = 0
     turn = 0
-    expert, column, tile, count = take(ring, slot, slot_phase)
+    expert, column, tile, count, part = take(ring, slot, slot_phase)
     while expert >= 0:
         mbarrier.wait(ring.scaled.index(slot), slot_phase)
-        token = tile * cut.TILE
         if column >= cut.UP_COLUMNS:
             column -= cut.UP_COLUMNS
             sums, stage, phase = _accumulate(
-                ring, stage, phase, slot, cut, cut.DOWN_STEPS, cut.DOWN_GROUPS, GROUP, mma
+                ring, stage, phase, slot, 0, cut.DOWN_STEPS, cut, cut.DOWN_GROUPS, GROUP, mma
             )
             give_back(ring, slot)
-            _finish_down(sums, out, expert, token, count, column, cut, GROUP)
+            _finish_down(sums, out, expert, tile * cut.TILE, count, column, cut, GROUP)
         else:
+            first, end = up_steps(part, cut)
             sums, stage, phase = _accumulate(
-                ring, stage, phase, slot, cut, cut.UP_STEPS, 1, GROUP, mma
+                ring, stage, phase, slot, first, end, cut, 1, GROUP, mma
             )
             give_back(ring, slot)
-            turn = _finish_up(
-                sums, act, act_scales, expert, token, count, column, turn, ring, cut, GROUP, mma
-            )
-            fence_proxies()
-            gl.thread_barrier()
-            gl.atomic_add(ready + expert * cut.TILES_M + tile, 1, sem="release")
+            last = part < 0
+            if cut.SPLITS > 1:  # noqa: SIM102, only the inner test is left at run time
+                if part >= 0:
+                    two = count - tile * cut.TILE > cut.TOKENS
+                    _hand_over(sums, partials, part, two, cut, GROUP, mma)
+                    last = _came_last(arrived, part, turn, ring, cut, GROUP)
+                    turn += 2
+                    if last:
+                        sums = _gather(sums, partials, part, two, cut, GROUP, mma)
+            if last:
+                turn = _finish_up(
+                    sums, act, act_scales, ready, expert, tile, count, column, turn, ring, cut,
+                    GROUP, mma,
+                )  # fmt: skip
         slot, slot_phase = advance(slot, slot_phase, cut.SLOTS)
-        expert, column, tile, count = take(ring, slot, slot_phase)
+        expert, column, tile, count, part = take(ring, slot, slot_phase)

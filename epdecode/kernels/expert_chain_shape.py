@@ -14,7 +14,8 @@ class Cut:
 
     TILE: token rows of a tile, PARTS products of TOKENS. UP_*, DOWN_*: weight columns of tiles and
     K steps of the two GEMMs. A down tile is DOWN_ROWS weight rows: two boxes of rows side by side
-    in K (DOWN_GROUPS = 2) when NARROW, else one above the other.
+    in K (DOWN_GROUPS = 2) when NARROW, else one above the other. The K steps of gate-up tiles are
+    shared out to SPLITS parts where all tiles' sums have PLACES.
     """
 
     E: gl.constexpr
@@ -27,6 +28,8 @@ class Cut:
     STAGES: gl.constexpr
     SLOTS: gl.constexpr
     NARROW: gl.constexpr
+    SPLITS: gl.constexpr
+    PLACES: gl.constexpr
     TILE: gl.constexpr
     TILES_M: gl.constexpr
     UP_COLUMNS: gl.constexpr
@@ -40,7 +43,9 @@ class Cut:
     BLOCKS: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, E, E_POW2, M, H, SIZE, TOKENS, PARTS, STAGES, NARROW) -> None:
+    def __init__(
+        self, E, E_POW2, M, H, SIZE, TOKENS, PARTS, STAGES, NARROW, SPLITS, PLACES
+    ) -> None:
         groups = 2 if NARROW else 1
         self.E = gl.constexpr(E)
         self.E_POW2 = gl.constexpr(E_POW2)
@@ -52,6 +57,8 @@ class Cut:
         self.STAGES = gl.constexpr(STAGES)
         self.SLOTS = gl.constexpr(2)
         self.NARROW = gl.constexpr(NARROW)
+        self.SPLITS = gl.constexpr(SPLITS)
+        self.PLACES = gl.constexpr(PLACES)
         self.TILE = gl.constexpr(TOKENS * PARTS)
         self.TILES_M = gl.constexpr(-(-M // (TOKENS * PARTS)))
         self.UP_COLUMNS = gl.constexpr(SIZE // 128)
@@ -73,9 +80,10 @@ class Ring:
 
     A stage holds two 128x128 boxes of weights and up to BOXES boxes of rows with their scales;
     ``full`` completes when both loaders' bytes have come, ``empty`` when both math groups used
-    them. A slot describes a tile: four ``words`` (``posted``), the ``block_scales`` of its two
+    them. A slot describes a tile: five ``words`` (``posted``), the ``block_scales`` of its two
     halves (``scaled``); it is free again when all have ``taken`` it. In ``largest`` [2 turns x 2
-    groups, TOKENS] the math groups show each other magnitudes once they have ``met``.
+    groups, TOKENS] the math groups show each other magnitudes once they have ``met``, in
+    ``arrivals`` how many parts of a tile were there before theirs.
     """
 
     weights: gl.shared_memory_descriptor
@@ -89,12 +97,13 @@ class Ring:
     scaled: gl.shared_memory_descriptor
     taken: gl.shared_memory_descriptor
     largest: gl.shared_memory_descriptor
+    arrivals: gl.shared_memory_descriptor
     met: gl.shared_memory_descriptor
 
     @gluon.constexpr_function
     def __init__(
         self, weights, rows, scales, full, empty, words, posted, block_scales, scaled, taken,
-        largest, met,
+        largest, arrivals, met,
     ) -> None:  # fmt: skip
         self.weights = weights
         self.rows = rows
@@ -107,4 +116,5 @@ class Ring:
         self.scaled = scaled
         self.taken = taken
         self.largest = largest
+        self.arrivals = arrivals
         self.met = met

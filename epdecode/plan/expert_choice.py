@@ -17,7 +17,7 @@ from typing import Literal
 from epdecode.errors import ConfigError
 from epdecode.result.save import atomic_write
 
-SCHEMA = "epdecode.expert_choice/1"
+SCHEMA = "epdecode.expert_choice/2"
 Backend = Literal["triton_gemm", "deepgemm"]
 ROWS = (1, 4, 8, 16, 32, 64, 128, 256)
 """Rows per expert that a table has an entry for; a load takes the first that is not below it."""
@@ -46,6 +46,7 @@ class Choice:
     parts: int = 1
     stages: int = 6
     narrow: bool = True
+    splits: int = 1
 
 
 Table = Mapping[str, Mapping[int, Choice]]

@@ -147,9 +147,9 @@ def test_why_not_fused(fields, reason, device):
 
 
 CUTS = [
-    Choice(tokens=tokens, parts=parts, stages=3, narrow=narrow)
+    Choice(tokens=tokens, parts=parts, stages=3, narrow=narrow, splits=splits)
     for tokens, parts in ((16, 1), (32, 1), (64, 1), (16, 2), (64, 2))
-    for narrow in (False, True)
+    for narrow, splits in ((False, 1), (True, 1), (False, 4), (True, 2))
 ]
 
 

@@ -43,6 +43,7 @@ class Machine:
             arange=lambda start, end, layout: torch.arange(start, end),
             zeros=lambda shape, dtype, layout: torch.zeros(shape, dtype=dtype),
             full=lambda shape, value, dtype, layout: torch.full(shape, int(value), dtype=dtype),
+            zeros_like=torch.zeros_like,
             where=_where, maximum=_maximum, minimum=_minimum, abs=torch.abs,
             max=lambda x, axis: x.amax(axis), sum=lambda x, axis: x.sum(axis),
             associative_scan=lambda x, axis, combine: x.cumsum(axis),

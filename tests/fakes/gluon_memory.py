@@ -106,10 +106,11 @@ def allocate(dtype, shape, layout):
     return Shared(torch.full(shape, fill, dtype=torch.float32).to(dtype))
 
 
-def load(pointer, mask=None, other=0):
+def load(pointer, mask=None, other=0, cache_modifier=""):
     flat, offset = pointer.flat(), torch.as_tensor(pointer.offset)
     if mask is None:
         return flat[offset].clone()
+    mask = torch.as_tensor(mask).expand(offset.shape)
     return torch.where(mask, flat[torch.where(mask, offset, 0)], torch.as_tensor(other))
 
 

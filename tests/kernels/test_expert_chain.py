@@ -40,14 +40,17 @@ def scale_matrix(scales):
 class Launch:
     """One space and one set of weights, launched again and again."""
 
-    def __init__(self, tokens, parts, narrow):
+    def __init__(self, tokens, parts, narrow, splits=1, places=0):
         self.tokens, self.parts, self.narrow = tokens, parts, narrow
+        self.splits, self.places = splits, places
         self.gate_up = quantize_block(torch.randn(EXPERTS, 2 * SIZE, HIDDEN) / HIDDEN**0.5)
         self.down = quantize_block(torch.randn(EXPERTS, HIDDEN, SIZE) / SIZE**0.5)
         self.act = torch.zeros(EXPERTS, CAPACITY, SIZE).to(torch.float8_e4m3fn)
         self.act_scales = torch.zeros(EXPERTS, SIZE // 128, CAPACITY)
         self.tickets = torch.zeros(1, dtype=torch.int32)
         self.ready = torch.zeros(EXPERTS * CAPACITY // 16, dtype=torch.int32)
+        self.partials = torch.full((max(1, places * splits), 256 * tokens * parts), torch.nan)
+        self.arrived = torch.zeros(max(1, places), dtype=torch.int32)
 
     def __call__(self, x, counts, programs):
         """bfloat16 [E, M, H], 9 where nothing was written."""
@@ -68,9 +71,10 @@ class Launch:
             Descriptor(self.down.data.view(-1, SIZE), (128, 128)),
             Pointer(self.gate_up.scales.view(-1)), Pointer(self.down.scales.view(-1)),
             Pointer(torch.tensor(counts, dtype=torch.int32)),
-            Pointer(self.tickets), Pointer(self.ready), Pointer(self.act),
-            Pointer(self.act_scales), Pointer(out),
+            Pointer(self.tickets), Pointer(self.ready), Pointer(self.partials),
+            Pointer(self.arrived), Pointer(self.act), Pointer(self.act_scales), Pointer(out),
             EXPERTS, 32, CAPACITY, HIDDEN, SIZE, self.tokens, self.parts, 3, self.narrow,
+            self.splits, self.places,
         )  # fmt: skip
         return out
 
@@ -82,17 +86,50 @@ class Launch:
         return act @ down.T
 
 
+LOADS = (([7, 0, 40], 3), ([0, 0, 0], 2), ([64, 17, 1], 5), ([0, 33, 0], 40))
+"""Rows of each expert, programs."""
+
+
+def check(launch, counts, programs):
+    x = rows_of(counts)
+    out = launch(x, counts, programs)
+    for counter in (launch.tickets, launch.ready, launch.arrived):
+        assert not counter.any()
+    for expert, count in enumerate(counts):
+        want = launch.expected(x, expert, count)
+        error = (out[expert, :count].float() - want).norm() / (want.norm() + 1e-9)
+        assert error < 0.02
+        assert (out[expert, count:] == 9.0).all()
+    return out
+
+
 @pytest.mark.parametrize("narrow", [False, True])
 @pytest.mark.parametrize(("tokens", "parts"), [(16, 1), (16, 2), (64, 1)])
 def test_the_program(tokens, parts, narrow):
     launch = Launch(tokens, parts, narrow)
-    for counts, programs in (([7, 0, 40], 3), ([0, 0, 0], 2), ([64, 17, 1], 5), ([0, 33, 0], 40)):
-        x = rows_of(counts)
-        out = launch(x, counts, programs)
-        assert not launch.tickets.any()
-        assert not launch.ready.any()
-        for expert, count in enumerate(counts):
-            want = launch.expected(x, expert, count)
-            error = (out[expert, :count].float() - want).norm() / (want.norm() + 1e-9)
-            assert error < 0.02
-            assert (out[expert, count:] == 9.0).all()
+    for counts, programs in LOADS:
+        check(launch, counts, programs)
+
+
+@pytest.mark.parametrize(("tokens", "parts"), [(16, 1), (16, 2), (64, 1)])
+@pytest.mark.parametrize("splits", [2, 4])
+def test_parts_of_k(tokens, parts, splits):
+    launch = Launch(tokens, parts, narrow=True, splits=splits, places=24)
+    for counts, programs in LOADS:
+        check(launch, counts, programs)
+    assert not launch.partials.isnan().all()
+
+
+def test_who_comes_last_changes_nothing():
+    launch = Launch(16, 1, narrow=True, splits=4, places=24)
+    x = rows_of([7, 0, 40])
+    first = launch(x, [7, 0, 40], 3)
+    for programs in (1, 2, 7, 30):
+        assert torch.equal(first, launch(x, [7, 0, 40], programs))
+
+
+@pytest.mark.parametrize(("places", "split"), [(8, True), (7, False)])
+def test_tiles_without_places_are_not_split(places, split):
+    launch = Launch(16, 1, narrow=True, splits=2, places=places)
+    check(launch, [7, 0, 40], 3)
+    assert launch.partials.isnan().all() == (not split)

@@ -63,7 +63,7 @@ def test_no_table_is_an_empty_one(tmp_path):
         "{",
         "[]",
         '{"schema": "other"}',
-        '{"schema": "epdecode.expert_choice/1", "choices": {"k": {"x": {}}}}',
+        '{"schema": "epdecode.expert_choice/2", "choices": {"k": {"x": {}}}}',
     ],
 )
 def test_a_broken_table_is_refused_by_its_path(tmp_path, text):
