@@ -3,8 +3,8 @@
 One program per SM. One warp streams weights without pause through a ring in shared memory, across
 tiles and across the border between the two GEMMs; one loads rows, one block scales; eight
 multiply. Down tiles wait, rows only, until the activations of their expert are written. Tiles are
-taken from a counter, gate-up tiles first, so a tile only ever waits for earlier ones, which every
-program of the grid has or will have as it gets an SM.
+taken from a counter, gate-up tiles first, so a tile only ever waits for earlier ones, and those
+are with programs that run.
 """
 
 from __future__ import annotations
@@ -102,9 +102,9 @@ class ChainSpace:
     """Buffers one chain launch uses, shared by layers that run one after the other.
 
     act: e4m3 [E, M, I] with MN-major scales of strides (M * I/128, 1, M). tickets int32 [1] and
-    ready int32 [E * M/16] (math groups done with a token tile): zero before the first launch, and
-    after each; so is arrived int32 [tiles] (parts of a gate-up tile handed over). partials float32:
-    the sums of parts.
+    ready int32 [E * M/16 * (I/128 + 1)] (for each token tile: math groups done with each column,
+    down tiles that saw all): zero before the first launch, and after each; so is arrived int32
+    [tiles] (parts of a gate-up tile handed over). partials float32: the sums of parts.
     """
 
     act: Fp8Rows
@@ -117,13 +117,13 @@ class ChainSpace:
 def empty_space(experts: int, capacity: int, size: int, device: torch.device) -> ChainSpace:
     """A space for any ChainTile; capacity a multiple of 4."""
     data = torch.empty(experts, capacity, size, dtype=torch.float8_e4m3fn, device=device)
-    ready = experts * -(-capacity // 16)
-    most = ready * (size // 128) * MOST_SPLITS * 2 * 128 * 16
+    tiles, columns = experts * -(-capacity // 16), size // 128
+    most = tiles * columns * MOST_SPLITS * 2 * 128 * 16
     sums = min(PARTIAL_FLOATS, most)
     return ChainSpace(
         Fp8Rows(data, mn_major_scales(experts, capacity, size // 128, "fp32", device)),
         torch.zeros(1, dtype=torch.int32, device=device),
-        torch.zeros(ready, dtype=torch.int32, device=device),
+        torch.zeros(tiles * (columns + 1), dtype=torch.int32, device=device),
         torch.empty(sums, dtype=torch.float32, device=device),
         torch.zeros(sums // (2 * 2 * 128 * 16), dtype=torch.int32, device=device),
     )

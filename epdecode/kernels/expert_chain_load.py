@@ -98,17 +98,6 @@ def give_back(ring: Ring, slot) -> None:
 
 
 @gluon.jit
-def _next_ticket(tickets, total):
-    """Take the next tile; whoever takes the last ticket winds the counter back for the next run."""
-    programs = gl.num_programs(0)
-    ticket = gl.atomic_add(tickets, 1, sem="relaxed")
-    last = gl.maximum(total - programs, 0) + gl.minimum(programs, total) - 1
-    if ticket == last:
-        gl.store(tickets, 0)
-    return programs + ticket
-
-
-@gluon.jit
 def _stream_weights(
     w, row, second_row, second_k, first, end, stage, phase, ring: Ring, cut: Cut,
     STEP: gl.constexpr,
@@ -138,12 +127,12 @@ def load_weights(w1, w2, counts, tickets, ring: Ring, cut: Cut) -> None:
     await_kernel_before()
     experts = gl.arange(0, cut.E_POW2, layout=layout)
     rows = gl.load(counts + experts, mask=experts < cut.E, other=0)
+    ticket = gl.atomic_add(tickets, 1, sem="relaxed")
     ends = gl.associative_scan((rows + cut.TILE - 1) // cut.TILE, 0, _add)
     tiles = gl.max(ends, 0)
     splits = gl.where(tiles * cut.UP_COLUMNS <= cut.PLACES, cut.SPLITS, 1)
     up_tiles = tiles * cut.UP_COLUMNS * splits
     total = up_tiles + tiles * cut.DOWN_COLUMNS
-    ticket = gl.program_id(0)
     stage = 0
     phase = 1
     slot = 0
@@ -180,7 +169,10 @@ def load_weights(w1, w2, counts, tickets, ring: Ring, cut: Cut) -> None:
                 w1, row, cut.SIZE, 0, first, end, stage, phase, ring, cut, 128
             )
         slot, slot_phase = advance(slot, slot_phase, cut.SLOTS)
-        ticket = _next_ticket(tickets, total)
+        ticket = gl.atomic_add(tickets, 1, sem="relaxed")
+    # Every program takes one ticket too many; who takes the last starts over for the next launch.
+    if ticket == total + gl.num_programs(0) - 1:
+        gl.store(tickets, 0)
     mbarrier.wait(ring.taken.index(slot), slot_phase)
     _post(ring, slot, -1, 0, 0, 0, -1)
 
@@ -216,8 +208,31 @@ def _load_step(
 
 
 @gluon.jit
+def _columns_ready(flags, cut: Cut):
+    """How many gate-up columns of these rows are written, counted from the first without a gap."""
+    layout: gl.constexpr = gl.BlockedLayout([cut.FLAGS // 32], [32], [1], [0])
+    lane = gl.arange(0, cut.FLAGS, layout=layout)
+    seen = _load_acquire(flags + gl.where(lane < cut.UP_COLUMNS, lane, 0))
+    late = gl.where((seen < 2) & (lane < cut.UP_COLUMNS), lane, cut.UP_COLUMNS)
+    done = gl.min(late, 0)
+    gl.thread_barrier()
+    fence_proxies()
+    return done
+
+
+@gluon.jit
+def _pass(flags, cut: Cut):
+    """Say that a down tile has seen all flags of its rows; who says so last clears them."""
+    layout: gl.constexpr = gl.BlockedLayout([cut.FLAGS // 32], [32], [1], [0])
+    lane = gl.arange(0, cut.FLAGS, layout=layout)
+    passed = gl.atomic_add(flags + cut.UP_COLUMNS, 1, sem="relaxed")
+    clear = (lane <= cut.UP_COLUMNS) & (passed == cut.DOWN_COLUMNS - 1)
+    gl.store(flags + lane, gl.zeros_like(lane), mask=clear)
+
+
+@gluon.jit
 def load_rows(x, x_scales, act, act_scales, ready, ring: Ring, cut: Cut) -> None:
-    """One warp: loads the rows of each tile; a down tile's once all its activations are there."""
+    """One warp: loads the rows of each tile; a down tile's as its activations are there."""
     stage = 0
     phase = 1
     slot = 0
@@ -230,23 +245,20 @@ def load_rows(x, x_scales, act, act_scales, ready, ring: Ring, cut: Cut) -> None
         row = expert * cut.M + token
         two = count - token > cut.TOKENS
         if column >= cut.UP_COLUMNS:
-            flag = ready + expert * cut.TILES_M + tile
-            while _load_acquire(flag) < 2 * cut.UP_COLUMNS:
-                pass
-            gl.thread_barrier()
-            fence_proxies()
-            # Every down tile of these rows has passed when the last one adds: then start over.
-            if gl.atomic_add(flag, 1, sem="relaxed") == 2 * cut.UP_COLUMNS + cut.DOWN_COLUMNS - 1:
-                gl.store(flag, 0)
+            flags = ready + (expert * cut.TILES_M + tile) * (cut.UP_COLUMNS + 1)
             scale_row = expert * (cut.SIZE // 128)
+            done = 0
             for step in range(cut.DOWN_STEPS):
-                mbarrier.wait(ring.empty.index(stage), phase)
                 group = step * cut.DOWN_GROUPS
+                while done < group + cut.DOWN_GROUPS:
+                    done = _columns_ready(flags, cut)
+                mbarrier.wait(ring.empty.index(stage), phase)
                 _load_step(
                     act, act_scales, row, group, scale_row, token, stage, two, ring, cut,
                     cut.DOWN_GROUPS,
                 )  # fmt: skip
                 stage, phase = advance(stage, phase, cut.STAGES)
+            _pass(flags, cut)
         else:
             scale_row = expert * (cut.H // 128)
             first, end = up_steps(part, cut)

@@ -32,33 +32,58 @@ def _block_scale(ring: Ring, place, step, cut: Cut):
 
 
 @gluon.jit
-def _both(
-    a, b, ring: Ring, stage, box_a, box_b, scale_a, scale_b, cut: Cut,
-    GROUP: gl.constexpr, mma: gl.constexpr,
-):  # fmt: skip
-    """a += this group's half of the first box of weights x rows, b += of the second."""
-    layout: gl.constexpr = gl.SliceLayout(0, mma)
+def _product(ring: Ring, weights, rows, cut: Cut, GROUP: gl.constexpr, mma: gl.constexpr):
+    """Start this group's half of a box of weights x a box of rows."""
     zeros = gl.zeros([64, cut.TOKENS], gl.float32, layout=mma)
-    rows_a = ring.rows.index(box_a).permute((1, 0))
-    rows_b = ring.rows.index(box_b).permute((1, 0))
-    weights_a = ring.weights.index(2 * stage).slice(64 * GROUP, 64)
-    weights_b = ring.weights.index(2 * stage + 1).slice(64 * GROUP, 64)
-    of_rows = _row_scales(ring, box_a, cut, layout)
-    part_a = warpgroup_mma(weights_a, rows_a, zeros, use_acc=False, is_async=True)
-    if cut.PARTS == 1:
-        part_b = warpgroup_mma(weights_b, rows_b, zeros, use_acc=False, is_async=True)
-        part_a = warpgroup_mma_wait(1, deps=[part_a])
-        a += part_a * (of_rows * scale_a)[None, :]
-    else:
-        # Registers for one product at a time beside four sums.
-        part_a = warpgroup_mma_wait(0, deps=[part_a])
-        a += part_a * (of_rows * scale_a)[None, :]
-        part_b = warpgroup_mma(weights_b, rows_b, zeros, use_acc=False, is_async=True)
-    if cut.NARROW:
-        of_rows = _row_scales(ring, box_b, cut, layout)
-    part_b = warpgroup_mma_wait(0, deps=[part_b])
-    b += part_b * (of_rows * scale_b)[None, :]
-    return a, b
+    left = ring.weights.index(weights).slice(64 * GROUP, 64)
+    right = ring.rows.index(rows).permute((1, 0))
+    return warpgroup_mma(left, right, zeros, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _one_part(
+    sums, ring: Ring, stage, scale_a, scale_b, cut: Cut,
+    GROUPS: gl.constexpr, GROUP: gl.constexpr, mma: gl.constexpr,
+):  # fmt: skip
+    """One step's products of both boxes of weights, added to their sums."""
+    layout: gl.constexpr = gl.SliceLayout(0, mma)
+    box = stage * cut.BOXES
+    a, b, none, nothing = sums
+    product_a = _product(ring, 2 * stage, box, cut, GROUP, mma)
+    product_b = _product(ring, 2 * stage + 1, box + GROUPS - 1, cut, GROUP, mma)
+    of_rows = _row_scales(ring, box, cut, layout)
+    product_a = warpgroup_mma_wait(1, deps=[product_a])
+    a += product_a * (of_rows * scale_a)[None, :]
+    if GROUPS == 2:
+        of_rows = _row_scales(ring, box + 1, cut, layout)
+    product_b = warpgroup_mma_wait(0, deps=[product_b])
+    b += product_b * (of_rows * scale_b)[None, :]
+    return a, b, none, nothing
+
+
+@gluon.jit
+def _two_parts(
+    sums, ring: Ring, stage, scale_a, scale_b, cut: Cut,
+    GROUPS: gl.constexpr, GROUP: gl.constexpr, mma: gl.constexpr,
+):  # fmt: skip
+    """The same for two parts of the rows: two products under way, registers for no more."""
+    layout: gl.constexpr = gl.SliceLayout(0, mma)
+    box = stage * cut.BOXES
+    other = box + 2 * (GROUPS - 1)
+    a0, b0, a1, b1 = sums
+    product_a0 = _product(ring, 2 * stage, box, cut, GROUP, mma)
+    product_a1 = _product(ring, 2 * stage, box + 1, cut, GROUP, mma)
+    product_a0 = warpgroup_mma_wait(1, deps=[product_a0])
+    a0 += product_a0 * (_row_scales(ring, box, cut, layout) * scale_a)[None, :]
+    product_b0 = _product(ring, 2 * stage + 1, other, cut, GROUP, mma)
+    product_a1 = warpgroup_mma_wait(1, deps=[product_a1])
+    a1 += product_a1 * (_row_scales(ring, box + 1, cut, layout) * scale_a)[None, :]
+    product_b1 = _product(ring, 2 * stage + 1, other + 1, cut, GROUP, mma)
+    product_b0 = warpgroup_mma_wait(1, deps=[product_b0])
+    b0 += product_b0 * (_row_scales(ring, other, cut, layout) * scale_b)[None, :]
+    product_b1 = warpgroup_mma_wait(0, deps=[product_b1])
+    b1 += product_b1 * (_row_scales(ring, other + 1, cut, layout) * scale_b)[None, :]
+    return a0, b0, a1, b1
 
 
 @gluon.jit
@@ -71,25 +96,20 @@ def _accumulate(
     The second part is computed even where no rows came for it: a branch here would cost registers,
     and what it gives is never stored.
     """
-    a0 = gl.zeros([64, cut.TOKENS], gl.float32, layout=mma)
-    b0 = gl.zeros([64, cut.TOKENS], gl.float32, layout=mma)
-    a1 = a0
-    b1 = b0
+    zeros = gl.zeros([64, cut.TOKENS], gl.float32, layout=mma)
+    sums = (zeros, zeros, zeros, zeros)
     for step in range(first, end):
         scale_a = _block_scale(ring, 2 * slot, step * GROUPS, cut)
         scale_b = _block_scale(ring, 2 * slot + 1, step * GROUPS + GROUPS - 1, cut)
-        box = stage * cut.BOXES
-        second = box + (GROUPS - 1) * cut.PARTS
         mbarrier.wait(ring.full.index(stage), phase)
-        a0, b0 = _both(a0, b0, ring, stage, box, second, scale_a, scale_b, cut, GROUP, mma)
         if cut.PARTS == 2:
-            a1, b1 = _both(
-                a1, b1, ring, stage, box + 1, second + 1, scale_a, scale_b, cut, GROUP, mma
-            )
+            sums = _two_parts(sums, ring, stage, scale_a, scale_b, cut, GROUPS, GROUP, mma)
+        else:
+            sums = _one_part(sums, ring, stage, scale_a, scale_b, cut, GROUPS, GROUP, mma)
         gl.thread_barrier()
         mbarrier.arrive(ring.empty.index(stage), count=1)
         stage, phase = advance(stage, phase, cut.STAGES)
-    return (a0, b0, a1, b1), stage, phase
+    return sums, stage, phase
 
 
 @gluon.jit
@@ -151,13 +171,19 @@ def _hand_over(sums, partials, part, two, cut: Cut, GROUP: gl.constexpr, mma: gl
 
 
 @gluon.jit
-def _total(own, at, split, cut: Cut, GROUP: gl.constexpr):
-    """The sum over all parts, ``own`` and what others handed over, always in the same order."""
-    stride: gl.constexpr = 4 * cut.PARTS * 64 * cut.TOKENS
-    total = gl.zeros_like(own)
-    for other in gl.static_range(cut.SPLITS):
-        theirs = gl.load(at + other * stride, mask=other != split, other=0.0, cache_modifier=".cg")
-        total += gl.where(other == split, own, theirs)
+def _theirs(at, split, cut: Cut):
+    return gl.load(at + split * (4 * cut.PARTS * 64 * cut.TOKENS), cache_modifier=".cg")
+
+
+@gluon.jit
+def _total(own, at, split, cut: Cut):
+    """The sum over all parts, ``own`` and what others handed over: the same whichever is own."""
+    total = own + _theirs(at, split ^ 1, cut)
+    if cut.SPLITS > 2:
+        total += _theirs(at, split ^ 2, cut) + _theirs(at, split ^ 3, cut)
+    if cut.SPLITS > 4:
+        more = _theirs(at, split ^ 4, cut) + _theirs(at, split ^ 5, cut)
+        total += more + (_theirs(at, split ^ 6, cut) + _theirs(at, split ^ 7, cut))
     return total
 
 
@@ -168,14 +194,14 @@ def _gather(sums, partials, part, two, cut: Cut, GROUP: gl.constexpr, mma: gl.co
     split = part % cut.SPLITS
     start = (part - split).to(gl.int64) * 2 + GROUP
     at = partials + start * (2 * cut.PARTS * size) + _places(cut, mma)
-    a0 = _total(sums[0], at, split, cut, GROUP)
-    b0 = _total(sums[1], at + size, split, cut, GROUP)
+    a0 = _total(sums[0], at, split, cut)
+    b0 = _total(sums[1], at + size, split, cut)
     a1 = sums[2]
     b1 = sums[3]
     if cut.PARTS == 2:  # noqa: SIM102, only the inner test is left at run time
         if two:
-            a1 = _total(sums[2], at + 2 * size, split, cut, GROUP)
-            b1 = _total(sums[3], at + 3 * size, split, cut, GROUP)
+            a1 = _total(sums[2], at + 2 * size, split, cut)
+            b1 = _total(sums[3], at + 3 * size, split, cut)
     return a0, b0, a1, b1
 
 
@@ -221,7 +247,8 @@ def _finish_up(
             turn += 1
     fence_proxies()
     gl.thread_barrier()
-    gl.atomic_add(ready + expert * cut.TILES_M + tile, 1, sem="release")
+    flags = ready + (expert * cut.TILES_M + tile) * (cut.UP_COLUMNS + 1)
+    gl.atomic_add(flags + column, 1, sem="release")
     return turn
 
 

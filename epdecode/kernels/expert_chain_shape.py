@@ -41,6 +41,7 @@ class Cut:
     BOXES: gl.constexpr
     LANES: gl.constexpr
     BLOCKS: gl.constexpr
+    FLAGS: gl.constexpr
 
     @gluon.constexpr_function
     def __init__(
@@ -72,6 +73,7 @@ class Cut:
         self.LANES = gl.constexpr(max(32, TOKENS))
         blocks = max(H, SIZE) // 128
         self.BLOCKS = gl.constexpr(max(32, 1 << (blocks - 1).bit_length()))
+        self.FLAGS = gl.constexpr(max(32, 1 << (SIZE // 128).bit_length()))
 
 
 @aggregate

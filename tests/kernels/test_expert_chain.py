@@ -48,7 +48,7 @@ class Launch:
         self.act = torch.zeros(EXPERTS, CAPACITY, SIZE).to(torch.float8_e4m3fn)
         self.act_scales = torch.zeros(EXPERTS, SIZE // 128, CAPACITY)
         self.tickets = torch.zeros(1, dtype=torch.int32)
-        self.ready = torch.zeros(EXPERTS * CAPACITY // 16, dtype=torch.int32)
+        self.ready = torch.zeros(EXPERTS * CAPACITY // 16 * (SIZE // 128 + 1), dtype=torch.int32)
         self.partials = torch.full((max(1, places * splits), 256 * tokens * parts), torch.nan)
         self.arrived = torch.zeros(max(1, places), dtype=torch.int32)
 
