@@ -44,13 +44,16 @@ class Align:
 def build_align(name: str, world: World, transport: str = "deepep_ll") -> Align:
     """The alignment that ``run.align`` asks for: auto, nvshmem or none. Collective.
 
-    ``auto`` is nvshmem wherever the transport has started NVSHMEM and its barrier may be called,
-    and none elsewhere, with the reason. Raises EnvironmentFault on all ranks when ``nvshmem`` is
-    asked for and any rank cannot have it.
+    ``auto`` is nvshmem where each rank has a GPU and the transport has started NVSHMEM, and none
+    elsewhere, with the reason. Raises EnvironmentFault on all ranks when ``nvshmem`` is asked for
+    and any rank cannot have it.
     """
     if name == "none":
         return _none("run.align is none")
-    refusal = _first(world, why_not(world, transport) or (unstarted() if name == "auto" else ""))
+    mine = why_not(world, transport)
+    if name == "auto":
+        mine = mine or why_not_unasked(world)
+    refusal = _first(world, mine)
     if not refusal:
         core = importlib.import_module("nvshmem.core")
         joined = _is_started(core)
@@ -92,8 +95,10 @@ def why_not(world: World, transport: str) -> str:
     return ""
 
 
-def unstarted() -> str:
-    """Why not, when nobody has started NVSHMEM: it takes GiB of the device; '' when it runs."""
+def why_not_unasked(world: World) -> str:
+    """Why this rank has none unless it is asked for by name; '' when it has."""
+    if world.local_size > torch.cuda.device_count():
+        return "ranks share a GPU, so their times are not reported"
     if _is_started(importlib.import_module("nvshmem.core")):
         return ""
     return "the transport has not started NVSHMEM; run.align: nvshmem would, for GiB of memory"

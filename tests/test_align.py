@@ -86,7 +86,6 @@ def test_auto_starts_nothing() -> None:
 @pytest.mark.parametrize("name", ["auto", "nvshmem"])
 @pytest.mark.parametrize("status", [2, 4])
 def test_what_deep_ep_started_is_left_to_deep_ep(name, status) -> None:
-    """A GPU each, or a share of one under MPS."""
     expected = ("nvshmem", "", ["barrier on trial", "barrier on stream"])
     assert run_ranks(2, built, name, status, True) == [expected] * 2
 
@@ -173,6 +172,15 @@ def shared(world: World, transport: str, local_size: int, gpus: int) -> str:
 def test_ranks_that_share_a_gpu(monkeypatch, tmp_path) -> None:
     monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))
     assert run_ranks(2, shared, "deepep_ll", 2, 1) == ["2 ranks share 1 GPU(s) without MPS"] * 2
+
+
+def unasked(world: World, gpus: int) -> str:
+    torch.cuda.device_count = lambda: gpus
+    return align.why_not_unasked(world)
+
+
+def test_auto_leaves_shared_gpus_alone() -> None:
+    assert run_ranks(2, unasked, 1) == ["ranks share a GPU, so their times are not reported"] * 2
 
 
 def test_high_throughput_across_nodes() -> None:

@@ -173,7 +173,8 @@ class RunConfig:
     align: Literal["none", "auto", "nvshmem"] = "none"
     """Line the ranks up on the GPU before each timed region, so that stage times hold the moving of
     bytes and not the wait for a late peer: by an NVSHMEM barrier. auto = where each rank has a GPU
-    or an MPS share of its own, else none; the result says which."""
+    and DeepEP has started NVSHMEM, else none; the result says which. The barrier was proven beside
+    a DeepEP buffer, a whole run with it was not: so none is the default."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
