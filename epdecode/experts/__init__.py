@@ -21,7 +21,8 @@ class Experts(Protocol):
     def __call__(self, batch: Batch, weights: Any, mark: Mark) -> torch.Tensor:
         """bfloat16 rows of the batch's shape; anything may stand in rows past the count.
 
-        Marks gate_up_gemm, act_quant and down_gemm as they are enqueued.
+        Marks its stages as they are enqueued: gate_up_gemm, act_quant and down_gemm, without the
+        second where the first GEMM does it, or expert_chain where one launch does all.
         """
         ...
 

@@ -58,7 +58,6 @@ class TwoKernels:
         first, second = grouped_tiles(choice.tokens)
         gate_up_swiglu(rows, weights.gate_up, counts, self._act, first)
         mark("gate_up_gemm")
-        mark("act_quant")
         down(self._act, weights.down, counts, out, second)
         mark("down_gemm")
 
@@ -94,19 +93,18 @@ class FusedChain:
         choice: Choice,
         mark: Mark,
     ) -> None:
-        """See Chain. One launch does all three stages, so down_gemm holds the whole time."""
+        """See Chain."""
         assert isinstance(rows, Fp8Rows), "a fused chain is built for FP8 rows only"
-        mark("gate_up_gemm")
-        mark("act_quant")
         tile = self._tile(
             tokens=choice.tokens,
             parts=choice.parts,
             stages=choice.stages,
             narrow=choice.narrow and self._shape.size % 256 == 0,
+            turned=choice.turned,
             splits=choice.splits if self._shape.hidden % (128 * choice.splits) == 0 else 1,
         )
         self._run(rows, weights, counts, self._space, out, tile)
-        mark("down_gemm")
+        mark("expert_chain")
 
 
 def build_chain(chain: ChainShape, device: torch.device) -> Chain:

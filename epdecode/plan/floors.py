@@ -60,8 +60,9 @@ def stage_floors(
     shared_wire: bool,
     device: Device | None,
 ) -> dict[str, Floor]:
-    """Floors of one layer for one rank.
+    """Floors of one layer for one rank, of every stage it can have.
 
+    expert_chain: gate-up to down in one launch, whose intermediates need not leave the chip.
     shared_wire: the transport's peers are on this GPU (or it has none), so the wire is device
     memory and not NVLink.
     """
@@ -88,6 +89,10 @@ def stage_floors(
         ),
         "act_quant": (rows * (4 * size + act), 0),
         "down_gemm": (down_weights + rows * (act + 2 * hidden), 2 * rows * hidden * size),
+        "expert_chain": (
+            gate_up_weights + down_weights + rows * (message + 2 * hidden),
+            6 * rows * hidden * size,
+        ),
         "combine_send": ((rows + arrived) * 2 * hidden, 0),
         "combine_wait": (sent * 2 * hidden + tokens * 2 * hidden, 0),
         "shared_expert": (

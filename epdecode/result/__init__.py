@@ -19,11 +19,13 @@ STAGES = (
     "gate_up_gemm",
     "act_quant",
     "down_gemm",
+    "expert_chain",
     "combine_send",
     "combine_wait",
     "shared_expert",
 )
-"""Stage names in the order of a layer; the same in result, NVTX ranges and traces."""
+"""Stage names in the order of a layer; the same in result, NVTX ranges and traces. ``expert_chain``
+stands for the three before it where one launch does them all."""
 
 WAIT_STAGES = ("dispatch_wait", "combine_wait")
 

@@ -54,7 +54,10 @@ SAVED_S = 60.0
 soon as one has left with an error."""
 STATUS_S = 1.0
 """A status that is being written when the run ends is given this long."""
-FOLLOWING = {stage: STAGES[(index + 1) % len(STAGES)] for index, stage in enumerate(STAGES)}
+FOLLOWING = {
+    **{stage: STAGES[(index + 1) % len(STAGES)] for index, stage in enumerate(STAGES)},
+    "down_gemm": "combine_send",  # expert_chain is in the three stages' place, not after them
+}
 KINDS: dict[type[UserError], str] = {
     ConfigError: "config",
     EnvironmentFault: "environment",

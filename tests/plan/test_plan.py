@@ -105,6 +105,17 @@ def test_the_plan_is_plain_data_and_text() -> None:
     assert "1908410496 bytes (1.78 GiB)" in text
 
 
+def test_one_launch_for_all_expert_stages_is_spared_their_intermediates() -> None:
+    plan = preset_plan(8)
+    floors = plan.floors
+    parts = [floors[stage] for stage in ("gate_up_gemm", "act_quant", "down_gemm")]
+    whole, size = floors["expert_chain"], plan.model.expert_size
+    rows = plan.tokens_per_rank * plan.model.top_k
+    intermediates = rows * (4 * size + 4 * size + 2 * (size + size // 32))
+    assert whole.flops == sum(part.flops for part in parts)
+    assert whole.bytes == pytest.approx(sum(part.bytes for part in parts) - intermediates, rel=1e-6)
+
+
 def test_floors_have_no_microseconds_without_a_device() -> None:
     plan = small_plan(1)
     assert plan.device is None

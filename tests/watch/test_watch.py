@@ -17,7 +17,7 @@ from epdecode.result import Cause
 from epdecode.result.samples import read_samples
 from epdecode.result.save import RunFolder
 from epdecode.result.status import read_status
-from epdecode.watch import Watch
+from epdecode.watch import FOLLOWING, Watch
 from epdecode.watch.beats import Verdict
 from epdecode.watch.judge import Seat
 from epdecode.watch.signals import SignalInbox
@@ -266,3 +266,9 @@ def _free_port():
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))
         return one.getsockname()[1]
+
+
+def test_the_experts_are_followed_by_combine_however_many_stages_they_have():
+    assert FOLLOWING["gate_up_gemm"] == "act_quant"
+    assert FOLLOWING["down_gemm"] == FOLLOWING["expert_chain"] == "combine_send"
+    assert FOLLOWING["shared_expert"] == "route"
