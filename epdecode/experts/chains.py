@@ -100,7 +100,6 @@ class FusedChain:
             parts=choice.parts,
             stages=choice.stages,
             narrow=choice.narrow and self._shape.size % 256 == 0,
-            turned=choice.turned,
             splits=choice.splits if self._shape.hidden % (128 * choice.splits) == 0 else 1,
         )
         self._run(rows, weights, counts, self._space, out, tile)
