@@ -121,10 +121,13 @@ class Beats(threading.Thread):
 
         grace_s: where the whole job was suspended, the others may run again later than this one.
         """
-        self.answered_at += seconds
-        seconds += grace_s
+        # Not past now: what was heard meanwhile needs no shift, and the judge adds the time since
+        # the store's latest answer to that of a beat, so one in the future makes ranks look silent.
+        now = time.monotonic()
+        self.answered_at = min(now, self.answered_at + seconds)
         for rank, one in list(self.heard.items()):
-            self.heard[rank] = Heard(one.beat, one.beat_at + seconds, one.moved_at + seconds)
+            beat_at, moved_at = (min(now, at + seconds) for at in (one.beat_at, one.moved_at))
+            self.heard[rank] = Heard(one.beat, beat_at + grace_s, moved_at + grace_s)
 
     def all_alive(self) -> None:
         """Every rank has just been in one collective with this one: none was silent until now."""

@@ -6,7 +6,7 @@ import time
 import pytest
 
 from epdecode.result import Cause
-from epdecode.watch.beats import SUCCESSORS, Beat, Beats, Verdict
+from epdecode.watch.beats import SUCCESSORS, Beat, Beats, Heard, Verdict
 from epdecode.watch.processes import Identity
 from epdecode.watch.progress import Position
 
@@ -157,6 +157,12 @@ def test_forgive(ranks):
     mine = ranks(0, 2)
     ranks(1, 2)
     until(lambda: 1 in mine.beats.heard)
-    before = mine.beats.heard[1].moved_at
-    mine.beats.forgive(5, 1)
-    assert mine.beats.heard[1].moved_at == before + 6
+    mine.beats.close(5)
+    now = time.monotonic()
+    mine.beats.heard[1] = Heard(mine.beats.heard[1].beat, now - 3, now - 5)
+    mine.beats.answered_at = now  # a round ended between the pause and this
+    mine.beats.forgive(3, 1)
+    heard = mine.beats.heard[1]
+    assert heard.beat_at == pytest.approx(now + 1)
+    assert heard.moved_at == pytest.approx(now - 1)
+    assert mine.beats.answered_at <= time.monotonic()
