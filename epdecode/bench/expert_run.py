@@ -23,6 +23,7 @@ from epdecode.plan.expert_choice import (
     default_choice,
     load_table,
     save_table,
+    splits_for,
 )
 
 if TYPE_CHECKING:
@@ -102,16 +103,18 @@ def _time(layer: backends.Layer) -> float:
 
 
 def candidates(case: ExpertCase) -> Iterator[Choice]:
-    """Cuts worth trying for a case, the rule's first."""
+    """Cuts worth trying for a case, the rule's first; parts of K where they fill idle SMs."""
     first = replace(default_choice(case.shape, case.rows), backend="triton_gemm")
     yield first
     for tokens, parts, narrow in product((16, 32, 64), (1, 2), (True, False)):
         if not case.rows // 2 <= tokens * parts <= max(16, 4 * case.rows):
             continue
         stages = {16: 6, 32: 5, 64: 4 if narrow else 5}[tokens] - (parts - 1)
-        made = Choice(tokens=tokens, parts=parts, stages=stages, narrow=narrow)
-        if made != first:
-            yield made
+        most = splits_for(case.shape, case.rows, tokens) if parts == 1 else 1
+        for splits in sorted({1, most}):
+            made = Choice(tokens=tokens, parts=parts, stages=stages, narrow=narrow, splits=splits)
+            if made != first:
+                yield made
 
 
 def _best_choice(case: ExpertCase, inputs: Inputs, chain: Chain) -> Choice:

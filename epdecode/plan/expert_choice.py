@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Literal
 
@@ -21,6 +21,12 @@ SCHEMA = "epdecode.expert_choice/2"
 Backend = Literal["triton_gemm", "deepgemm"]
 ROWS = (1, 4, 8, 16, 32, 64, 128, 256)
 """Rows per expert that a table has an entry for; a load takes the first that is not below it."""
+
+SPLITS = (1, 2, 4, 8)
+"""Parts of K that a gate-up tile may have."""
+_PROCESSORS = 132
+_LONG_K = 7168
+_SMALL = 16 * 2048 * 768
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,19 +65,39 @@ def bucket(rows: int) -> int:
 
 
 def default_choice(shape: ExpertShape, rows: int) -> Choice:
-    """The rule for a shape that no table has, from one H200 (docs/expert_chain.md).
+    """The rule for a shape that no table has, from two H200s (docs/expert_chain.md).
 
-    Above 64 rows tiles of 64 read the weights more than once: DeepGEMM's are larger.
+    Above 64 rows tiles of 64 read the weights more than once: DeepGEMM's are larger. Its kernels
+    are faster for one expert above 16 rows too, and taken to be so for two.
     """
     rows = bucket(rows)
+    few = shape.experts <= 2
+    backend: Backend = "deepgemm" if rows > 64 or (rows > 16 and few) else "triton_gemm"
+    cut = _default_cut(shape, rows)
+    splits = splits_for(shape, rows, cut.tokens) if shape.hidden >= _LONG_K else 1
+    return replace(cut, backend=backend, splits=splits)
+
+
+def _default_cut(shape: ExpertShape, rows: int) -> Choice:
     if rows <= 16:
         return Choice(tokens=16, stages=6)
     if rows <= 32:
-        return Choice(tokens=32, stages=5)
+        small = shape.experts * shape.hidden * shape.size <= _SMALL
+        return Choice(tokens=32, stages=3 if small else 5)
     if rows <= 64 and shape.experts >= 16:
         return Choice(tokens=64, stages=4)
-    backend: Backend = "triton_gemm" if rows <= 64 else "deepgemm"
-    return Choice(backend=backend, tokens=64, stages=5, narrow=False)
+    tokens = 32 if rows <= 64 and shape.experts <= 4 else 64
+    return Choice(tokens=tokens, stages=5, narrow=False)
+
+
+def splits_for(shape: ExpertShape, rows: int, tokens: int) -> int:
+    """Parts of K with which gate-up tiles fill an H200's processors once, and no more than once.
+
+    A second round of parts costs more in passing sums on than it gains in balance.
+    """
+    tiles = shape.experts * (shape.size // 128) * -(-rows // tokens)
+    fitting = [n for n in SPLITS if tiles * n <= _PROCESSORS and shape.hidden % (128 * n) == 0]
+    return max(fitting, default=1)
 
 
 def choose(shape: ExpertShape, rows: int, table: Table) -> Choice:

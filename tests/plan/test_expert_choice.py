@@ -16,6 +16,7 @@ from epdecode.plan.expert_choice import (
     default_choice,
     load_table,
     save_table,
+    splits_for,
     table_path,
 )
 
@@ -33,6 +34,44 @@ def test_bucket(rows, entry):
 def test_the_rule_holds_the_load_in_one_tile_up_to_its_largest(rows):
     choice = default_choice(SHAPE, rows)
     assert choice.tokens * choice.parts >= min(rows, 64)
+
+
+@pytest.mark.parametrize(
+    ("experts", "rows", "tokens", "splits"),
+    [
+        (1, 16, 16, 8),
+        (1, 64, 32, 4),
+        (2, 128, 64, 2),
+        (4, 16, 16, 2),
+        (4, 64, 32, 1),
+        (8, 16, 16, 1),
+    ],
+)
+def test_parts_of_k_fill_the_processors_once(experts, rows, tokens, splits):
+    shape = replace(SHAPE, experts=experts)
+    assert splits_for(shape, rows, tokens) == splits
+    assert splits_for(replace(shape, hidden=128 * 3), rows, tokens) == 1
+
+
+def test_the_rule_splits_long_k_only():
+    one = replace(SHAPE, experts=1)
+    assert default_choice(one, 16).splits == 8
+    assert default_choice(replace(one, hidden=2048), 16).splits == 1
+    assert default_choice(SHAPE, 16).splits == 1
+
+
+@pytest.mark.parametrize(
+    ("experts", "rows", "backend"),
+    [
+        (1, 16, "triton_gemm"),
+        (1, 64, "deepgemm"),
+        (4, 64, "triton_gemm"),
+        (8, 64, "triton_gemm"),
+        (8, 128, "deepgemm"),
+    ],
+)
+def test_the_rule_takes_the_backend_that_was_faster(experts, rows, backend):
+    assert default_choice(replace(SHAPE, experts=experts), rows).backend == backend
 
 
 def test_a_table_outranks_the_rule_for_its_shape_and_load_only():
