@@ -35,8 +35,8 @@ class ExpertsPlan:
     shared_loads: tuple[Load, ...] = ()
     """The same for the shared expert."""
     shared_in_line: bool = False
-    """The shared expert must not run beside the routed ones: both take the one-kernel chain, whose
-    programs wait for each other, so that two at once could hold each other's SMs for ever."""
+    """The shared expert does not run beside the routed ones: both take the one-kernel chain, whose
+    programs fill whole SMs, so that two at once slow each other."""
 
     @property
     def backends(self) -> tuple[str, ...]:
@@ -108,7 +108,7 @@ def _with_loads(plan: ExpertsPlan, site: Site) -> tuple[ExpertsPlan, dict[str, s
         chosen["experts.shared_loads"] = describe(plan.shared_loads)
     if plan.shared_in_line and site.config.overlap.shared_expert:
         chosen["overlap.shared_expert"] = (
-            "off: two chains of one kernel each, run at once, could wait for each other"
+            "off: two chains of one kernel each, run at once, slow each other"
         )
     return plan, chosen
 

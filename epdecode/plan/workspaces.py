@@ -15,6 +15,11 @@ from dataclasses import dataclass
 
 from epdecode.models import ModelShape
 
+MOST_SPLITS = 8
+"""Parts of K that a gate-up tile of the fused chain can have."""
+MOST_PARTIALS = 16 << 20
+"""Bytes of the sums of parts: loads that would need more take whole tiles."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tenants:
@@ -37,10 +42,15 @@ def masked_bytes(backends: Sequence[str], model: ModelShape, *, rows: int, wire:
     activation = arriving + (quantised_bytes(rows, size) if fp8 else 2 * rows * size)
     kept = {
         "torch_loop": 0,
-        "triton_gemm": activation,
+        "triton_gemm": activation + (chain_partials(rows, size) if fp8 else 0),
         "deepgemm": activation + 4 * rows * size,
     }
     return sum(kept[backend] + 2 * rows * model.hidden for backend in backends)
+
+
+def chain_partials(rows: int, size: int) -> int:
+    """Bytes the fused chain keeps for sums of parts of K: kernels.expert_chain.empty_space."""
+    return min(MOST_PARTIALS, 8 * MOST_SPLITS * rows * size)
 
 
 def workspace_bytes(

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
-from epdecode.plan.workspaces import masked_bytes, quantised_bytes, workspace_bytes
+from epdecode.plan.workspaces import chain_partials, masked_bytes, quantised_bytes, workspace_bytes
 from tests.small import small_model
 
 ROWS, HIDDEN, SIZE = 256, 1024, 512
@@ -69,6 +70,7 @@ def test_the_plain_loop_keeps_its_output_only() -> None:
     assert sizes("torch_loop", "fp8", True, True) == (ROWS * 2 * HIDDEN, 0)
 
 
+PARTS = 8 * 8 * SIZE
 OUT, ACT, ARRIVING = 2 * HIDDEN, SIZE + SIZE // 32, HIDDEN + HIDDEN // 32
 
 
@@ -76,11 +78,11 @@ OUT, ACT, ARRIVING = 2 * HIDDEN, SIZE + SIZE // 32, HIDDEN + HIDDEN // 32
     ("backends", "weights", "wire", "row"),
     [
         (("torch_loop",), "fp8_block128", "fp8", OUT),
-        (("triton_gemm",), "fp8_block128", "fp8", OUT + ACT),
-        (("triton_gemm",), "fp8_block128", "bf16", OUT + ACT + ARRIVING),
+        (("triton_gemm",), "fp8_block128", "fp8", OUT + ACT + PARTS),
+        (("triton_gemm",), "fp8_block128", "bf16", OUT + ACT + ARRIVING + PARTS),
         (("triton_gemm",), "bf16", "bf16", OUT + 2 * SIZE),
         (("deepgemm",), "fp8_block128", "fp8", OUT + ACT + 4 * SIZE),
-        (("deepgemm", "triton_gemm"), "fp8_block128", "fp8", 2 * (OUT + ACT) + 4 * SIZE),
+        (("deepgemm", "triton_gemm"), "fp8_block128", "fp8", 2 * (OUT + ACT) + 4 * SIZE + PARTS),
     ],
 )
 def test_masked_backends_keep_their_own(
@@ -88,3 +90,13 @@ def test_masked_backends_keep_their_own(
 ) -> None:
     model = small_model(hidden=HIDDEN, expert_size=SIZE, weight_format=weights)
     assert masked_bytes(backends, model, rows=ROWS, wire=wire) == ROWS * row
+
+
+@pytest.mark.parametrize(("experts", "capacity", "size"), [(2, 64, 256), (32, 128, 2048)])
+def test_sums_of_parts_are_planned_as_the_kernel_takes_them(
+    experts: int, capacity: int, size: int
+) -> None:
+    chain = pytest.importorskip("epdecode.kernels.expert_chain")
+    space = chain.empty_space(experts, capacity, size, torch.device("cpu"))
+    taken = space.partials.numel() * space.partials.element_size()
+    assert chain_partials(experts * capacity, size) == taken
