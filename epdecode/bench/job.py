@@ -1,12 +1,19 @@
-"""The main job as a child of a bench: run, and its result read back."""
+"""The main job as a child of a bench: run, its result read back, and many of them shown."""
 
 from __future__ import annotations
 
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from epdecode.errors import Exit
 from epdecode.result import Result
 from epdecode.result.document import from_json
 
@@ -35,3 +42,18 @@ def run_job(
         return f"not here: {cause.get('message', 'no cause given')}", None, None
     path = line["result"]
     return line["status"], from_json(Path(path).read_text(), path), path
+
+
+def show(table: Table, document: dict[str, Any] | None, statuses: Sequence[str]) -> None:
+    """Print the document where there is one, else the table.
+
+    Raises typer.Exit when a run's numbers were wrong, or when none passed.
+    """
+    if document is None:
+        Console().print(table)
+    else:
+        typer.echo(json.dumps(document, indent=2, allow_nan=False))
+    if "wrong" in statuses:
+        raise typer.Exit(Exit.WRONG_NUMBERS)
+    if "passed" not in statuses:
+        raise typer.Exit(Exit.CONFIG)

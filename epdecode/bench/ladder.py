@@ -6,17 +6,14 @@ routes, verified like any other; only the switches differ.
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
-from epdecode.bench.job import run_job
-from epdecode.errors import Exit
+from epdecode.bench.job import run_job, show
 from epdecode.result import Result
 
 
@@ -96,15 +93,8 @@ def ladder(
         status, result, path = run_job(config, (*words, *given), ranks, out)
         steps.append(_step(RUNGS[index].name, words, status, result, path, (steps, before)))
         before = result or before
-    if as_json:
-        document = {"config": config, "ranks": ranks, "rungs": [asdict(step) for step in steps]}
-        typer.echo(json.dumps(document, indent=2, allow_nan=False))
-    else:
-        Console().print(table(steps))
-    if any(step.status == "wrong" for step in steps):
-        raise typer.Exit(Exit.WRONG_NUMBERS)
-    if not any(step.status == "passed" for step in steps):
-        raise typer.Exit(Exit.CONFIG)
+    document = {"config": config, "ranks": ranks, "rungs": [asdict(step) for step in steps]}
+    show(table(steps), document if as_json else None, [step.status for step in steps])
 
 
 def _distinct(graphs: bool) -> list[int]:

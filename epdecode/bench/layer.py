@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
-from epdecode.bench.job import run_job
-from epdecode.errors import ConfigError, Exit
+from epdecode.bench.job import run_job, show
+from epdecode.errors import ConfigError
 from epdecode.result import Result
 
 TOKENS = "8,32,64,128"
@@ -49,15 +47,8 @@ def layer(
     for size in parse_tokens(tokens):
         words = (f"batch.tokens_per_rank={size}", f"batch.buckets=[{size}]", *(override or ()))
         lines.append(_line(size, *run_job(config, words, ranks, out)))
-    if as_json:
-        document = {"config": config, "ranks": ranks, "lines": [asdict(line) for line in lines]}
-        typer.echo(json.dumps(document, indent=2, allow_nan=False))
-    else:
-        Console().print(table(lines))
-    if any(line.status == "wrong" for line in lines):
-        raise typer.Exit(Exit.WRONG_NUMBERS)
-    if not any(line.status == "passed" for line in lines):
-        raise typer.Exit(Exit.CONFIG)
+    document = {"config": config, "ranks": ranks, "lines": [asdict(line) for line in lines]}
+    show(table(lines), document if as_json else None, [line.status for line in lines])
 
 
 def parse_tokens(text: str) -> list[int]:
