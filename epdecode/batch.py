@@ -113,3 +113,14 @@ class Pending(Generic[T_co]):
     def wait(self) -> T_co:
         """Complete and return the value. Call exactly once."""
         return self._finish()
+
+
+@dataclass(frozen=True, slots=True)
+class LayerEnd:
+    """bfloat16 [T, H] each. out: what the layer adds; hidden: the stream after it; normed: the
+    next layer's input, ``hidden`` itself where no norm follows.
+    """
+
+    out: torch.Tensor
+    hidden: torch.Tensor
+    normed: torch.Tensor

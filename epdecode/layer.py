@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 
-from epdecode.batch import Mark, Route
+from epdecode.batch import LayerEnd, Mark, Route
 from epdecode.experts import Experts
-from epdecode.kernels.rms_norm import LayerEnd
 from epdecode.router import Router
 from epdecode.shared import SharedExpert
 from epdecode.transport import Transport

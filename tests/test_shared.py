@@ -8,10 +8,18 @@ from dataclasses import replace
 import pytest
 import torch
 
-from epdecode.batch import Batch, ExpertWeights, MaskedBatch, PackedBatch, Pending, Route, no_mark
+from epdecode.batch import (
+    Batch,
+    ExpertWeights,
+    LayerEnd,
+    MaskedBatch,
+    PackedBatch,
+    Pending,
+    Route,
+    no_mark,
+)
 from epdecode.build import Runtime, build
 from epdecode.graphs import StepBatch, fill
-from epdecode.kernels.rms_norm import LayerEnd
 from epdecode.layer import MoELayer
 from epdecode.plan import Plan, make_plan
 from epdecode.router import PLAIN, GateRouter, make_route, rule_of

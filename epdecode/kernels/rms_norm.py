@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from epdecode.batch import LayerEnd
 from epdecode.kernels.checks import check
 from epdecode.kernels.launch import early_launch, launch_options, power_of_two
 
@@ -90,17 +89,6 @@ def rms_norm_ref(
     mean = value.square().mean(-1, keepdim=True)
     out.copy_(value * torch.rsqrt(mean + eps) * weight.float())
     return out
-
-
-@dataclass(frozen=True, slots=True)
-class LayerEnd:
-    """bfloat16 [T, H] each. out: what the layer adds; hidden: the stream after it; normed: the
-    next layer's input, ``hidden`` itself where no norm follows.
-    """
-
-    out: torch.Tensor
-    hidden: torch.Tensor
-    normed: torch.Tensor
 
 
 def add_rms_norm(
