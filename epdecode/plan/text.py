@@ -88,7 +88,8 @@ def _floors(plan: Plan) -> Iterator[str]:
     yield f"  {'stage':<16}{'MB':>10}{'GFLOP':>10}{'us':>10}"
     for stage, floor in plan.floors.items():
         us = "-" if floor.floor_us is None else f"{floor.floor_us:.1f}"
-        yield f"  {stage:<16}{floor.bytes / 1e6:>10.2f}{floor.flops / 1e9:>10.2f}{us:>10}"
+        note = "  the three above in one launch" if stage == "expert_chain" else ""
+        yield f"  {stage:<16}{floor.bytes / 1e6:>10.2f}{floor.flops / 1e9:>10.2f}{us:>10}{note}"
     if plan.weight_floor_us is not None and plan.device:
         yield (
             f"  weights of the experts hit, streamed once: {plan.weight_floor_us:.1f} us at "
