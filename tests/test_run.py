@@ -53,7 +53,7 @@ def test_two_ranks_pass_and_leave_a_whole_run_folder(tmp_path: Path) -> None:
     assert result.step_counts.eager == 8
     assert result.step_counts.skipped == 0
     assert [place.rank for place in result.provenance.ranks] == [0, 1]
-    assert set(result.timing.stages) == set(STAGES)
+    assert set(result.timing.stages) == set(STAGES) - {"expert_chain"}, "no one launch on a CPU"
     samples = [json.loads(one) for one in (folder / "samples.jsonl").read_text().splitlines()]
     assert {(s["rank"], s["pass"]) for s in samples} == {
         (rank, name) for rank in (0, 1) for name in ("plain", "instrumented")
