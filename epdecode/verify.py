@@ -17,11 +17,10 @@ import torch.distributed as dist
 from epdecode.batch import ExpertWeights, Route
 from epdecode.build import Runtime
 from epdecode.experts.reference import as_fp8_input, expert_mlp, plain_weights, select
-from epdecode.graphs import Step, fill
+from epdecode.graphs import Step, StepOutput, fill
 from epdecode.inputs import Planned
 from epdecode.kernels.fp8 import ScaleFormat
 from epdecode.kernels.rms_norm import rms_norm_ref
-from epdecode.layer import LayerTrace
 from epdecode.plan import Plan
 from epdecode.result import Verification
 from epdecode.weights.seeded import LayerWeights
@@ -136,13 +135,14 @@ class Checked:
     routes_differing: int
 
 
-def check_step(runtime: Runtime, traces: tuple[LayerTrace, ...], tokens: int) -> Checked:
+def check_step(runtime: Runtime, output: StepOutput, tokens: int) -> Checked:
     """Compare every layer of one step, each given its own input. Collective.
 
-    tokens: this rank's real rows; the padded ones are never looked at. A row's error is the larger
-    of its norm's and of its expert output's.
+    tokens: this rank's real rows; the padded ones are never looked at. A row's error is the largest
+    of its norm's, of its expert output's and of the residual stream's behind the layer.
     """
-    plan, world = runtime.plan, runtime.world
+    plan, world, traces = runtime.plan, runtime.world, output.traces
+    streams = (*(trace.hidden for trace in traces[1:]), output.hidden)
     errors, differing = [], 0
     for index, (trace, weights) in enumerate(zip(traces, runtime.weights, strict=True)):
         normed = torch.empty_like(trace.hidden)
@@ -151,7 +151,8 @@ def check_step(runtime: Runtime, traces: tuple[LayerTrace, ...], tokens: int) ->
         held = plan.first_experts(world.rank, index)
         expected = reference_layer(trace.normed, trace.route, weights, held, plan, world)
         out_error = row_errors(trace.out[:tokens], expected[:tokens])
-        errors.append(torch.maximum(normed_error, out_error))
+        stream_error = row_errors(streams[index][:tokens], (trace.hidden + trace.out)[:tokens])
+        errors.append(torch.maximum(torch.maximum(normed_error, out_error), stream_error))
         plain = runtime.layers[index].router.plain(trace.normed, runtime.inputs.num_tokens)
         differing += _differing(trace.route, plain, tokens)
     return Checked(torch.cat(errors).cpu(), differing)
@@ -170,7 +171,7 @@ def verify_step(runtime: Runtime, step: Step, batches: Sequence[Planned]) -> Ver
         fill(step.inputs, planned.batch, planned.bucket)
         output = step(planned.bucket)
         runtime.clock.synchronize()
-        checked.append(check_step(runtime, output.traces, planned.batch.hidden.shape[0]))
+        checked.append(check_step(runtime, output, planned.batch.hidden.shape[0]))
     errors = torch.cat([one.errors for one in checked])
     differing = sum(one.routes_differing for one in checked)
     return verdict(Checked(errors, differing), runtime.plan, runtime.world)

@@ -161,6 +161,28 @@ def test_wrong_weights_do_not_pass() -> None:
     assert run_ranks(2, tampered) == [False, False]
 
 
+def lost_residual(world: World) -> list[bool]:
+    """Each layer in turn forgets its input as it ends; the norm behind it fits what is left."""
+    config, model = small_config(), small_model()
+    runtime = build(config, make_plan(config, model, world.size), world)
+    batches = make_batches(config, runtime.plan, world)
+    found = []
+    for layer in runtime.layers:
+
+        def end(hidden, routed, shared, right=layer.end):
+            return right(torch.zeros_like(hidden), routed, shared)
+
+        wrong = replace(layer, end=end)
+        layers = [wrong if one is layer else one for one in runtime.layers]
+        step = EagerStep(layers, runtime.inputs, runtime.clock)
+        found.append(verify_step(runtime, step, batches).passed)
+    return found
+
+
+def test_a_stream_that_loses_its_residual_does_not_pass() -> None:
+    assert run_ranks(1, lost_residual) == [[False, False]]
+
+
 def wrong_gate(world: World) -> tuple[bool, int, int]:
     """A gate that takes the experts after the right ones."""
     config, model = small_config(), small_model()
