@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from epdecode.batch import LayerEnd, Mark, Route
+from epdecode.batch import LayerEnd, Mark, Route, no_mark
 from epdecode.experts import Experts
 from epdecode.router import Router
 from epdecode.shared import SharedExpert
@@ -69,14 +69,15 @@ class MoELayer:
         self, normed: torch.Tensor, route: Route, num_tokens: torch.Tensor, mark: Mark
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
         """What the routed experts gave, what the shared one gave, and the counts."""
-        sending = self.transport.dispatch(normed, route)
+        apart = self.shared.aside or mark is not no_mark
+        sending = self.transport.dispatch(normed, route, apart)
         mark("dispatch_send")
         self.shared.start(normed, num_tokens)
         mark("shared_expert")
         batch = sending.wait()
         mark("dispatch_wait")
         rows = self.experts(batch, self.weights, mark)
-        returning = self.transport.combine(rows, batch, route)
+        returning = self.transport.combine(rows, batch, route, apart)
         mark("combine_send")
         routed = returning.wait()
         mark("combine_wait")

@@ -111,9 +111,9 @@ class _CountingTransport:
         self._transport = transport
         self._tally = tally
 
-    def dispatch(self, x: torch.Tensor, route: Route) -> Pending[Batch]:
+    def dispatch(self, x: torch.Tensor, route: Route, apart: bool = True) -> Pending[Batch]:
         """See Transport."""
-        sending = self._transport.dispatch(x, route)
+        sending = self._transport.dispatch(x, route, apart)
 
         def finish() -> Batch:
             batch = sending.wait()
@@ -122,9 +122,11 @@ class _CountingTransport:
 
         return Pending(finish)
 
-    def combine(self, rows: torch.Tensor, batch: Batch, route: Route) -> Pending[torch.Tensor]:
+    def combine(
+        self, rows: torch.Tensor, batch: Batch, route: Route, apart: bool = True
+    ) -> Pending[torch.Tensor]:
         """See Transport."""
-        returning = self._transport.combine(rows, batch, route)
+        returning = self._transport.combine(rows, batch, route, apart)
 
         def finish() -> torch.Tensor:
             combined = returning.wait()

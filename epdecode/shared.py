@@ -24,6 +24,9 @@ Fill = Callable[[torch.Tensor, Rows], None]
 class SharedExpert(Protocol):
     """Starts beside the dispatch, is added after the combine."""
 
+    aside: bool
+    """Runs while rows are under way; else in line with everything else."""
+
     def start(self, normed: torch.Tensor, num_tokens: torch.Tensor) -> None:
         """Begin on normed [T, H], of which num_tokens (int32 [1], on the device) are real."""
         ...
@@ -36,6 +39,8 @@ class SharedExpert(Protocol):
 class NoSharedExpert:
     """A model without shared experts."""
 
+    aside = False
+
     def start(self, normed: torch.Tensor, num_tokens: torch.Tensor) -> None:
         """Nothing to do."""
 
@@ -45,6 +50,9 @@ class NoSharedExpert:
 
 class Lane(Protocol):
     """Where side work runs."""
+
+    aside: bool
+    """Beside what is enqueued after it."""
 
     def run(self, work: Callable[[], None]) -> None:
         """Start ``work`` after what is already enqueued."""
@@ -58,6 +66,8 @@ class Lane(Protocol):
 class SerialLane:
     """In line with everything else."""
 
+    aside = False
+
     def run(self, work: Callable[[], None]) -> None:
         """See Lane."""
         work()
@@ -68,6 +78,8 @@ class SerialLane:
 
 class StreamLane:
     """A CUDA stream of its own, forked from and joined to the current one; capturable."""
+
+    aside = True
 
     def __init__(self) -> None:
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
@@ -97,6 +109,7 @@ class GroupedSharedExpert:
         self._rows = rows
         self._fill = fill
         self._lane = lane
+        self.aside = lane.aside
         self._out: torch.Tensor | None = None
 
     def start(self, normed: torch.Tensor, num_tokens: torch.Tensor) -> None:

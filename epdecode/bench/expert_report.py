@@ -82,9 +82,9 @@ def print_table(lines: list[Line], streams: Streams) -> None:
 
 
 def _cut(choice: Choice | None) -> str:
-    """tokens x parts, stages, n = narrow, k = parts of K."""
+    """Tokens of a tile, stages, n = narrow, k = parts of K."""
     if choice is None:
         return ""
     narrow = "n" if choice.narrow else ""
     splits = f" k{choice.splits}" if choice.splits > 1 else ""
-    return f"{choice.tokens}x{choice.parts} s{choice.stages}{narrow}{splits}"
+    return f"{choice.tokens} s{choice.stages}{narrow}{splits}"

@@ -17,6 +17,8 @@ from epdecode.bench.timing import graph_us
 from epdecode.errors import EnvironmentFault
 from epdecode.experts.tuned_table import table_of, tuned_path
 from epdecode.plan.expert_choice import (
+    MOST_STAGES,
+    SPLITS,
     Choice,
     bucket,
     choose,
@@ -106,13 +108,12 @@ def candidates(case: ExpertCase) -> Iterator[Choice]:
     """Cuts worth trying for a case, the rule's first; parts of K where they fill idle SMs."""
     first = replace(default_choice(case.shape, case.rows), backend="triton_gemm")
     yield first
-    for tokens, parts, narrow in product((16, 32, 64), (1, 2), (True, False)):
-        if not case.rows // 2 <= tokens * parts <= max(16, 4 * case.rows):
+    for (tokens, most), narrow in product(MOST_STAGES.items(), (True, False)):
+        if not case.rows // 2 <= tokens <= max(16, 4 * case.rows) or (narrow and tokens > 32):
             continue
-        stages = {16: 6, 32: 5, 64: 4 if narrow else 5}[tokens] - (parts - 1)
-        most = splits_for(case.shape, case.rows, tokens) if parts == 1 else 1
-        for splits in sorted({1, most}):
-            made = Choice(tokens=tokens, parts=parts, stages=stages, narrow=narrow, splits=splits)
+        fill = splits_for(case.shape, case.rows, tokens)
+        for stages, splits in product((3, most), sorted({1, fill, min(2 * fill, SPLITS[-1])})):
+            made = Choice(tokens=tokens, stages=stages, narrow=narrow, splits=splits)
             if made != first:
                 yield made
 

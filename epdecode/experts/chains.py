@@ -55,7 +55,7 @@ class TwoKernels:
         mark: Mark,
     ) -> None:
         """See Chain."""
-        first, second = grouped_tiles(choice.tokens)
+        first, second = grouped_tiles(min(choice.tokens, 64))
         gate_up_swiglu(rows, weights.gate_up, counts, self._act, first)
         mark("gate_up_gemm")
         down(self._act, weights.down, counts, out, second)
@@ -97,9 +97,8 @@ class FusedChain:
         assert isinstance(rows, Fp8Rows), "a fused chain is built for FP8 rows only"
         tile = self._tile(
             tokens=choice.tokens,
-            parts=choice.parts,
             stages=choice.stages,
-            narrow=choice.narrow and self._shape.size % 256 == 0,
+            narrow=choice.narrow and choice.tokens <= 32 and self._shape.size % 256 == 0,
             splits=choice.splits if self._shape.hidden % (128 * choice.splits) == 0 else 1,
         )
         self._run(rows, weights, counts, self._space, out, tile)

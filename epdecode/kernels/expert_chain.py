@@ -31,15 +31,15 @@ def _chain_kernel(
     x, x_scales, w1, act_rows, act_row_scales, w2, w1_scales, w2_scales, counts, tickets, ready,
     partials, arrived, act, act_scales, out,
     E: gl.constexpr, E_POW2: gl.constexpr, M: gl.constexpr, H: gl.constexpr, SIZE: gl.constexpr,
-    TOKENS: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr, NARROW: gl.constexpr,
+    TOKENS: gl.constexpr, STAGES: gl.constexpr, NARROW: gl.constexpr,
     SPLITS: gl.constexpr, PLACES: gl.constexpr,
 ):  # fmt: skip
-    cut = Cut(E, E_POW2, M, H, SIZE, TOKENS, PARTS, STAGES, NARROW, SPLITS, PLACES)
+    cut = Cut(E, E_POW2, M, H, SIZE, TOKENS, STAGES, NARROW, SPLITS, PLACES)
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
     words: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     ring = Ring(
         gl.allocate_shared_memory(gl.float8e4nv, [2 * STAGES, 128, 128], w1.layout),
-        gl.allocate_shared_memory(gl.float8e4nv, [STAGES * cut.BOXES, TOKENS, 128], x.layout),
+        gl.allocate_shared_memory(gl.float8e4nv, [STAGES * cut.BOXES, cut.BOX_M, 128], x.layout),
         gl.allocate_shared_memory(gl.float32, [STAGES * cut.BOXES, 1, cut.LANES], x_scales.layout),
         gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier),
         gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier),
@@ -48,8 +48,7 @@ def _chain_kernel(
         gl.allocate_shared_memory(gl.float32, [2 * cut.SLOTS, cut.BLOCKS], words),
         gl.allocate_shared_memory(gl.int64, [cut.SLOTS, 1], barrier),
         gl.allocate_shared_memory(gl.int64, [cut.SLOTS, 1], barrier),
-        gl.allocate_shared_memory(gl.float32, [4, TOKENS], words),
-        gl.allocate_shared_memory(gl.int32, [1], words),
+        gl.allocate_shared_memory(gl.float32, [4, cut.BOX_M], words),
         gl.allocate_shared_memory(gl.int64, [1], barrier),
     )
     for i in gl.static_range(STAGES):
@@ -78,13 +77,12 @@ class ChainTile:
     """How the fused chain is cut."""
 
     tokens: int = 16
-    """Rows of one matrix product: 16, 32 or 64."""
-    parts: int = 1
-    """Products of ``tokens`` rows per weight tile: 2 lets weights be read once for 2 x tokens."""
+    """Rows of a tile: 16, 32, 64 or 128; weights are read once for each."""
     stages: int = 6
     """Steps of 32 KiB of weights under way per SM."""
     narrow: bool = False
-    """Down tiles of 128 instead of 256 weight rows, 256 columns a step: a shorter tail."""
+    """Down tiles of 128 instead of 256 weight rows, 256 columns a step: a shorter tail. Up to 32
+    rows only."""
     splits: int = 1
     """Parts of a gate-up tile's K, 1, 2, 4 or 8, that different SMs take: where tiles are few.
 
@@ -104,7 +102,8 @@ class ChainSpace:
     act: e4m3 [E, M, I] with MN-major scales of strides (M * I/128, 1, M). tickets int32 [1] and
     ready int32 [E * M/16 * (I/128 + 1)] (for each token tile: math groups done with each column,
     down tiles that saw all): zero before the first launch, and after each; so is arrived int32
-    [tiles] (parts of a gate-up tile handed over). partials float32: the sums of parts.
+    [2 x tiles] (parts of a gate-up tile handed over by each math group). partials float32: the
+    sums of parts.
     """
 
     act: Fp8Rows
@@ -125,7 +124,7 @@ def empty_space(experts: int, capacity: int, size: int, device: torch.device) ->
         torch.zeros(1, dtype=torch.int32, device=device),
         torch.zeros(tiles * (columns + 1), dtype=torch.int32, device=device),
         torch.empty(sums, dtype=torch.float32, device=device),
-        torch.zeros(sums // (2 * 2 * 128 * 16), dtype=torch.int32, device=device),
+        torch.zeros(2 * (sums // (2 * 128 * 16)), dtype=torch.int32, device=device),
     )
 
 
@@ -163,16 +162,17 @@ def expert_chain(
     gate_up, down, act = weights.gate_up, weights.down, space.act
     assert isinstance(gate_up, Fp8Rows), "the fused chain reads FP8 weights"
     assert isinstance(down, Fp8Rows), "the fused chain reads FP8 weights"
-    places = space.partials.numel() // (tile.splits * 2 * 128 * tile.tokens * tile.parts)
+    check(tile.tokens < 64 or not tile.narrow, "expert_chain", "narrow tiles' tokens", tile.tokens,
+          "16 or 32")  # fmt: skip
+    box = min(tile.tokens, 64)
+    places = space.partials.numel() // (max(1, tile.splits - 1) * 256 * tile.tokens)
     _chain_kernel[(persistent_programs(x.data.device, 1, 1 << 30),)](
-        _boxes(x.data, tile.tokens), _scale_boxes(x.scales, tile.tokens),
-        _boxes(gate_up.data, 128),
-        _boxes(act.data, tile.tokens), _scale_boxes(act.scales, tile.tokens),
-        _boxes(down.data, 128),
+        _boxes(x.data, box), _scale_boxes(x.scales, box), _boxes(gate_up.data, 64),
+        _boxes(act.data, box), _scale_boxes(act.scales, box), _boxes(down.data, 64),
         gate_up.scales, down.scales, counts, space.tickets, space.ready,
         space.partials, space.arrived, act.data, act.scales, out,
         E=experts, E_POW2=max(32, power_of_two(experts)), M=capacity, H=hidden,
-        SIZE=act.data.shape[-1], TOKENS=tile.tokens, PARTS=tile.parts, STAGES=tile.stages,
+        SIZE=act.data.shape[-1], TOKENS=tile.tokens, STAGES=tile.stages,
         NARROW=tile.narrow, SPLITS=tile.splits, PLACES=places if tile.splits > 1 else 0,
         num_warps=4, **launch_options(x.data.device),
     )  # fmt: skip

@@ -25,10 +25,18 @@ def fence_proxies() -> None:
 
 
 @gluon.jit
-def _load_acquire(pointer):
+def load_acquire(pointer) -> tl.tensor:
+    """An int32 that other programs release: what they wrote before is there."""
     asm: gl.constexpr = "ld.acquire.gpu.global.b32 $0, [$1];"
     address = pointer.to(gl.uint64)
     return gl.inline_asm_elementwise(asm, "=r,l", [address], gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def _on_second_of_pair():
+    """Whether this SM is the second of the two that share a way to L2."""
+    asm: gl.constexpr = "mov.u32 $0, %smid;"
+    return gl.inline_asm_elementwise(asm, "=r", [], gl.int32, is_pure=True, pack=1) % 2 == 1
 
 
 @gluon.jit
@@ -100,20 +108,44 @@ def give_back(ring: Ring, slot) -> None:
 @gluon.jit
 def _stream_weights(
     w, row, second_row, second_k, first, end, stage, phase, ring: Ring, cut: Cut,
-    STEP: gl.constexpr,
+    STEP: gl.constexpr, MIXED: gl.constexpr,
 ):  # fmt: skip
-    """Two boxes a step: one from ``row``, one ``second_row`` rows and ``second_k`` columns on."""
+    """Two boxes of 128 rows a step: from ``row``, and ``second_row`` rows, ``second_k`` columns on.
+
+    MIXED: each box is the first 64 rows of both, or the last.
+    """
     for step in range(first, end):
         bar = ring.full.index(stage)
         k = step * STEP
         mbarrier.wait(ring.empty.index(stage), phase)
         mbarrier.expect(bar, 2 * 128 * 128)
-        box = ring.weights.index(2 * stage)
-        tma.async_copy_global_to_shared(w, [row, k], bar, box)
-        box = ring.weights.index(2 * stage + 1)
-        tma.async_copy_global_to_shared(w, [row + second_row, k + second_k], bar, box)
+        one = ring.weights.index(2 * stage)
+        two = ring.weights.index(2 * stage + 1)
+        other = row + second_row
+        end_of_one = one.slice(64, 64)
+        start_of_two = two.slice(0, 64)
+        if MIXED:
+            tma.async_copy_global_to_shared(w, [row + 64, k], bar, start_of_two)
+            tma.async_copy_global_to_shared(w, [other, k], bar, end_of_one)
+        else:
+            tma.async_copy_global_to_shared(w, [row + 64, k], bar, end_of_one)
+            tma.async_copy_global_to_shared(w, [other, k + second_k], bar, start_of_two)
+        tma.async_copy_global_to_shared(w, [row, k], bar, one.slice(0, 64))
+        tma.async_copy_global_to_shared(w, [other + 64, k + second_k], bar, two.slice(64, 64))
         stage, phase = advance(stage, phase, cut.STAGES)
     return stage, phase
+
+
+@gluon.jit
+def _let_first_of_pairs_begin(tickets, up_tiles):
+    """Wait until half the SMs have a gate-up tile, or all tiles are taken; never for long.
+
+    Where tiles are few, two on SMs that share a way to L2 take a third longer than one on each.
+    """
+    enough = gl.minimum(up_tiles, gl.num_programs(0) // 2)
+    tries = 0
+    while (load_acquire(tickets) < enough) & (tries < 16):
+        tries += 1
 
 
 @gluon.jit
@@ -127,12 +159,16 @@ def load_weights(w1, w2, counts, tickets, ring: Ring, cut: Cut) -> None:
     await_kernel_before()
     experts = gl.arange(0, cut.E_POW2, layout=layout)
     rows = gl.load(counts + experts, mask=experts < cut.E, other=0)
-    ticket = gl.atomic_add(tickets, 1, sem="relaxed")
-    ends = gl.associative_scan((rows + cut.TILE - 1) // cut.TILE, 0, _add)
+    late = _on_second_of_pair() if cut.FEW else False
+    ticket = gl.atomic_add(tickets, 1, mask=late == 0, sem="relaxed")
+    ends = gl.associative_scan((rows + cut.TOKENS - 1) // cut.TOKENS, 0, _add)
     tiles = gl.max(ends, 0)
     splits = gl.where(tiles * cut.UP_COLUMNS <= cut.PLACES, cut.SPLITS, 1)
     up_tiles = tiles * cut.UP_COLUMNS * splits
     total = up_tiles + tiles * cut.DOWN_COLUMNS
+    if late:
+        _let_first_of_pairs_begin(tickets, up_tiles)
+        ticket = gl.atomic_add(tickets, 1, sem="relaxed")
     stage = 0
     phase = 1
     slot = 0
@@ -155,7 +191,7 @@ def load_weights(w1, w2, counts, tickets, ring: Ring, cut: Cut) -> None:
             row = expert * cut.H + column * cut.DOWN_ROWS
             stage, phase = _stream_weights(
                 w2, row, cut.DOWN_ROWS - 128, 256 - cut.DOWN_ROWS, 0, cut.DOWN_STEPS,
-                stage, phase, ring, cut, 128 * cut.DOWN_GROUPS,
+                stage, phase, ring, cut, 128 * cut.DOWN_GROUPS, False,
             )  # fmt: skip
         else:
             split = column % splits
@@ -166,7 +202,7 @@ def load_weights(w1, w2, counts, tickets, ring: Ring, cut: Cut) -> None:
             row = expert * (2 * cut.SIZE) + column * 128
             first, end = up_steps(part, cut)
             stage, phase = _stream_weights(
-                w1, row, cut.SIZE, 0, first, end, stage, phase, ring, cut, 128
+                w1, row, cut.SIZE, 0, first, end, stage, phase, ring, cut, 128, cut.ROWS_LEFT
             )
         slot, slot_phase = advance(slot, slot_phase, cut.SLOTS)
         ticket = gl.atomic_add(tickets, 1, sem="relaxed")
@@ -188,21 +224,21 @@ def _load_step(
     data, scales, row, group, scale_row, token, stage, two, ring: Ring, cut: Cut,
     GROUPS: gl.constexpr,
 ):  # fmt: skip
-    """Rows and scales of one stage: GROUPS groups of columns, one or two parts of the tile."""
+    """Rows and scales of one stage: GROUPS groups of columns, one or two boxes of rows."""
     bar = ring.full.index(stage)
-    size: gl.constexpr = cut.TOKENS * 128 + cut.LANES * 4
-    if cut.PARTS == 1:
+    size: gl.constexpr = cut.BOX_M * 128 + cut.LANES * 4
+    if cut.BOXES_M == 1:
         mbarrier.expect(bar, GROUPS * size)
     else:
         mbarrier.expect(bar, 2 * GROUPS * size, pred=two)
         mbarrier.expect(bar, GROUPS * size, pred=two == 0)
     for g in gl.static_range(GROUPS):
-        box = stage * cut.BOXES + g * cut.PARTS
+        box = stage * cut.BOXES + g * cut.BOXES_M
         _load_box(data, scales, row, group + g, scale_row, token, bar, ring, box)
-        if cut.PARTS == 2:  # noqa: SIM102, only the inner test is left at run time
+        if cut.BOXES_M == 2:  # noqa: SIM102, only the inner test is left at run time
             if two:
                 _load_box(
-                    data, scales, row + cut.TOKENS, group + g, scale_row, token + cut.TOKENS,
+                    data, scales, row + 64, group + g, scale_row, token + 64,
                     bar, ring, box + 1,
                 )  # fmt: skip
 
@@ -212,7 +248,7 @@ def _columns_ready(flags, cut: Cut):
     """How many gate-up columns of these rows are written, counted from the first without a gap."""
     layout: gl.constexpr = gl.BlockedLayout([cut.FLAGS // 32], [32], [1], [0])
     lane = gl.arange(0, cut.FLAGS, layout=layout)
-    seen = _load_acquire(flags + gl.where(lane < cut.UP_COLUMNS, lane, 0))
+    seen = load_acquire(flags + gl.where(lane < cut.UP_COLUMNS, lane, 0))
     late = gl.where((seen < 2) & (lane < cut.UP_COLUMNS), lane, cut.UP_COLUMNS)
     done = gl.min(late, 0)
     gl.thread_barrier()
@@ -241,9 +277,9 @@ def load_rows(x, x_scales, act, act_scales, ready, ring: Ring, cut: Cut) -> None
     while expert >= 0:
         give_back(ring, slot)
         slot, slot_phase = advance(slot, slot_phase, cut.SLOTS)
-        token = tile * cut.TILE
+        token = tile * cut.TOKENS
         row = expert * cut.M + token
-        two = count - token > cut.TOKENS
+        two = count - token > 64
         if column >= cut.UP_COLUMNS:
             flags = ready + (expert * cut.TILES_M + tile) * (cut.UP_COLUMNS + 1)
             scale_row = expert * (cut.SIZE // 128)

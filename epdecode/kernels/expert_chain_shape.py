@@ -3,6 +3,7 @@
 No future annotations here: the compiler reads the annotations of aggregates as types.
 """
 
+import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.core import _aggregate as aggregate
@@ -12,10 +13,12 @@ from triton.language.core import _aggregate as aggregate
 class Cut:
     """Compile-time figures of one chain, in the shape letters of ``epdecode.batch``.
 
-    TILE: token rows of a tile, PARTS products of TOKENS. UP_*, DOWN_*: weight columns of tiles and
-    K steps of the two GEMMs. A down tile is DOWN_ROWS weight rows: two boxes of rows side by side
-    in K (DOWN_GROUPS = 2) when NARROW, else one above the other. The K steps of gate-up tiles are
-    shared out to SPLITS parts where all tiles' sums have PLACES.
+    TOKENS: token rows of a tile, in BOXES_M boxes of BOX_M rows; from 64 up they are the left
+    operand of the products (ROWS_LEFT), below that the weights are. UP_*, DOWN_*: weight columns
+    of tiles and K steps of the two GEMMs. A down tile is DOWN_ROWS weight rows: two boxes of rows
+    side by side in K (DOWN_GROUPS = 2) when NARROW, else one above the other. The K steps of
+    gate-up tiles are shared out to SPLITS parts where all tiles' sums have PLACES. FEW: all
+    experts' gate-up tiles might leave SMs without one.
     """
 
     E: gl.constexpr
@@ -24,13 +27,14 @@ class Cut:
     H: gl.constexpr
     SIZE: gl.constexpr
     TOKENS: gl.constexpr
-    PARTS: gl.constexpr
+    BOX_M: gl.constexpr
+    BOXES_M: gl.constexpr
+    ROWS_LEFT: gl.constexpr
     STAGES: gl.constexpr
     SLOTS: gl.constexpr
     NARROW: gl.constexpr
     SPLITS: gl.constexpr
     PLACES: gl.constexpr
-    TILE: gl.constexpr
     TILES_M: gl.constexpr
     UP_COLUMNS: gl.constexpr
     DOWN_COLUMNS: gl.constexpr
@@ -42,38 +46,39 @@ class Cut:
     LANES: gl.constexpr
     BLOCKS: gl.constexpr
     FLAGS: gl.constexpr
+    FEW: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(
-        self, E, E_POW2, M, H, SIZE, TOKENS, PARTS, STAGES, NARROW, SPLITS, PLACES
-    ) -> None:
+    def __init__(self, E, E_POW2, M, H, SIZE, TOKENS, STAGES, NARROW, SPLITS, PLACES) -> None:
         groups = 2 if NARROW else 1
+        box = min(TOKENS, 64)
         self.E = gl.constexpr(E)
         self.E_POW2 = gl.constexpr(E_POW2)
         self.M = gl.constexpr(M)
         self.H = gl.constexpr(H)
         self.SIZE = gl.constexpr(SIZE)
         self.TOKENS = gl.constexpr(TOKENS)
-        self.PARTS = gl.constexpr(PARTS)
+        self.BOX_M = gl.constexpr(box)
+        self.BOXES_M = gl.constexpr(TOKENS // box)
+        self.ROWS_LEFT = gl.constexpr(TOKENS >= 64)
         self.STAGES = gl.constexpr(STAGES)
         self.SLOTS = gl.constexpr(2)
         self.NARROW = gl.constexpr(NARROW)
         self.SPLITS = gl.constexpr(SPLITS)
         self.PLACES = gl.constexpr(PLACES)
-        self.TILE = gl.constexpr(TOKENS * PARTS)
-        self.TILES_M = gl.constexpr(-(-M // (TOKENS * PARTS)))
+        self.TILES_M = gl.constexpr(-(-M // 16))
         self.UP_COLUMNS = gl.constexpr(SIZE // 128)
+        self.DOWN_ROWS = gl.constexpr(256 // groups)
         self.DOWN_COLUMNS = gl.constexpr(H // (256 // groups))
+        self.DOWN_GROUPS = gl.constexpr(groups)
         self.UP_STEPS = gl.constexpr(H // 128)
         self.DOWN_STEPS = gl.constexpr(SIZE // (128 * groups))
-        self.DOWN_ROWS = gl.constexpr(256 // groups)
-        self.DOWN_GROUPS = gl.constexpr(groups)
-        self.BOXES = gl.constexpr(PARTS * groups)
-        # A bulk copy's target is aligned to 128 bytes, so a box of scales has no fewer.
-        self.LANES = gl.constexpr(max(32, TOKENS))
+        self.BOXES = gl.constexpr(TOKENS // box * groups)
+        self.LANES = gl.constexpr(max(32, box))
         blocks = max(H, SIZE) // 128
         self.BLOCKS = gl.constexpr(max(32, 1 << (blocks - 1).bit_length()))
         self.FLAGS = gl.constexpr(max(32, 1 << (SIZE // 128).bit_length()))
+        self.FEW = gl.constexpr(E * (SIZE // 128) <= 256)
 
 
 @aggregate
@@ -84,8 +89,7 @@ class Ring:
     ``full`` completes when both loaders' bytes have come, ``empty`` when both math groups used
     them. A slot describes a tile: five ``words`` (``posted``), the ``block_scales`` of its two
     halves (``scaled``); it is free again when all have ``taken`` it. In ``largest`` [2 turns x 2
-    groups, TOKENS] the math groups show each other magnitudes once they have ``met``, in
-    ``arrivals`` how many parts of a tile were there before theirs.
+    groups, BOX_M] the math groups show each other magnitudes once they have ``met``.
     """
 
     weights: gl.shared_memory_descriptor
@@ -99,13 +103,12 @@ class Ring:
     scaled: gl.shared_memory_descriptor
     taken: gl.shared_memory_descriptor
     largest: gl.shared_memory_descriptor
-    arrivals: gl.shared_memory_descriptor
     met: gl.shared_memory_descriptor
 
     @gluon.constexpr_function
     def __init__(
         self, weights, rows, scales, full, empty, words, posted, block_scales, scaled, taken,
-        largest, arrivals, met,
+        largest, met,
     ) -> None:  # fmt: skip
         self.weights = weights
         self.rows = rows
@@ -118,5 +121,19 @@ class Ring:
         self.scaled = scaled
         self.taken = taken
         self.largest = largest
-        self.arrivals = arrivals
         self.met = met
+
+
+@gluon.jit
+def row_scales(ring: Ring, box, cut: Cut, layout: gl.constexpr) -> tl.tensor:
+    """[BOX_M] scales of a box of rows."""
+    return ring.scales.index(box).reshape([cut.LANES]).slice(0, cut.BOX_M).load(layout)
+
+
+@gluon.jit
+def block_scale(ring: Ring, place, step, cut: Cut) -> tl.tensor:
+    """The scale of one 128x128 block of weights; place: 2 x slot + half of the tile."""
+    one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    words: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    flat = ring.block_scales._reinterpret(gl.float32, [2 * cut.SLOTS * cut.BLOCKS, 1], words)
+    return gl.max(flat.index(place * cut.BLOCKS + step).load(one), 0)

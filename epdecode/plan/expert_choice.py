@@ -17,14 +17,16 @@ from typing import Literal
 from epdecode.errors import ConfigError
 from epdecode.result.save import atomic_write
 
-SCHEMA = "epdecode.expert_choice/2"
+SCHEMA = "epdecode.expert_choice/3"
 Backend = Literal["triton_gemm", "deepgemm"]
 ROWS = (1, 4, 8, 16, 32, 64, 128, 256)
 """Rows per expert that a table has an entry for; a load takes the first that is not below it."""
 
+MOST_STAGES = {16: 6, 32: 5, 64: 5, 128: 4}
+"""Rows of a tile that triton_gemm can have -> steps of weights that fit beside them."""
 SPLITS = (1, 2, 4, 8)
 """Parts of K that a gate-up tile may have."""
-_PROCESSORS = 132
+_PAIRS = 66
 _LONG_K = 7168
 _SMALL = 16 * 2048 * 768
 
@@ -49,7 +51,6 @@ class Choice:
 
     backend: Backend = "triton_gemm"
     tokens: int = 16
-    parts: int = 1
     stages: int = 6
     narrow: bool = True
     splits: int = 1
@@ -67,36 +68,35 @@ def bucket(rows: int) -> int:
 def default_choice(shape: ExpertShape, rows: int) -> Choice:
     """The rule for a shape that no table has, from two H200s (docs/expert_chain.md).
 
-    Above 64 rows tiles of 64 read the weights more than once: DeepGEMM's are larger. Its kernels
-    are faster for one expert above 16 rows too, and taken to be so for two.
+    Above 128 rows the largest tiles read the weights more than once: DeepGEMM's kernels then, and
+    above 16 rows for one expert or two.
     """
     rows = bucket(rows)
     few = shape.experts <= 2
-    backend: Backend = "deepgemm" if rows > 64 or (rows > 16 and few) else "triton_gemm"
+    backend: Backend = "deepgemm" if rows > 128 or (rows > 16 and few) else "triton_gemm"
     cut = _default_cut(shape, rows)
     splits = splits_for(shape, rows, cut.tokens) if shape.hidden >= _LONG_K else 1
     return replace(cut, backend=backend, splits=splits)
 
 
 def _default_cut(shape: ExpertShape, rows: int) -> Choice:
-    if rows <= 16:
-        return Choice(tokens=16, stages=6)
+    small = shape.experts * shape.hidden * shape.size <= _SMALL
     if rows <= 32:
-        small = shape.experts * shape.hidden * shape.size <= _SMALL
-        return Choice(tokens=32, stages=3 if small else 5)
-    if rows <= 64 and shape.experts >= 16:
-        return Choice(tokens=64, stages=4)
-    tokens = 32 if rows <= 64 and shape.experts <= 4 else 64
-    return Choice(tokens=tokens, stages=5, narrow=False)
+        tokens = 16 if rows <= 16 else 32
+        return Choice(tokens=tokens, stages=3 if small else MOST_STAGES[tokens])
+    if rows <= 64 or shape.experts <= 4:
+        return Choice(tokens=64, stages=3 if small else MOST_STAGES[64], narrow=False)
+    return Choice(tokens=128, stages=MOST_STAGES[128], narrow=False)
 
 
 def splits_for(shape: ExpertShape, rows: int, tokens: int) -> int:
-    """Parts of K with which gate-up tiles fill an H200's processors once, and no more than once.
+    """Parts of K with which gate-up tiles fill an H200's pairs of SMs once, and no more than once.
 
-    A second round of parts costs more in passing sums on than it gains in balance.
+    The two SMs of a pair share a way to L2; one each loads nearly as fast as both, and half the
+    parts pass half the sums on.
     """
     tiles = shape.experts * (shape.size // 128) * -(-rows // tokens)
-    fitting = [n for n in SPLITS if tiles * n <= _PROCESSORS and shape.hidden % (128 * n) == 0]
+    fitting = [n for n in SPLITS if tiles * n <= _PAIRS and shape.hidden % (128 * n) == 0]
     return max(fitting, default=1)
 
 

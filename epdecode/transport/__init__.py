@@ -16,12 +16,21 @@ from epdecode.world import World
 class Transport(Protocol):
     """Permutation, padding, wire format and router weights are the transport's business, once."""
 
-    def dispatch(self, x: torch.Tensor, route: Route) -> Pending[Batch]:
-        """Send x (bfloat16 [T, H]) to the experts of ``route``; rows arrive grouped by expert."""
+    def dispatch(self, x: torch.Tensor, route: Route, apart: bool = True) -> Pending[Batch]:
+        """Send x (bfloat16 [T, H]) to the experts of ``route``; rows arrive grouped by expert.
+
+        apart: something is done or timed between the send and its receive. Where nothing is, both
+        may be one launch, and ``wait`` adds nothing.
+        """
         ...
 
-    def combine(self, rows: torch.Tensor, batch: Batch, route: Route) -> Pending[torch.Tensor]:
-        """Take expert outputs from where they arrived; bfloat16 [T, H], weighted and summed."""
+    def combine(
+        self, rows: torch.Tensor, batch: Batch, route: Route, apart: bool = True
+    ) -> Pending[torch.Tensor]:
+        """Take expert outputs from where they arrived; bfloat16 [T, H], weighted and summed.
+
+        apart: as in dispatch.
+        """
         ...
 
     def rehearse(self, tokens: int, experts: Callable[[Batch], torch.Tensor]) -> None:

@@ -62,7 +62,7 @@ class DeepEPHighThroughput:
             max(config.get_rdma_buffer_size_hint(row, ranks) for config in configs),
         )
 
-    def dispatch(self, x: torch.Tensor, route: Route) -> Pending[Batch]:
+    def dispatch(self, x: torch.Tensor, route: Route, apart: bool = True) -> Pending[Batch]:
         """See Transport.dispatch. ``wait`` orders the stream after the exchange, then packs."""
         check_dispatch(x, route, self._plan)
         route = self._with_pointers(route)
@@ -99,7 +99,9 @@ class DeepEPHighThroughput:
             return route
         return Route(self._nowhere.topk_ids[:0], self._nowhere.topk_weights[:0])
 
-    def combine(self, rows: torch.Tensor, batch: Batch, route: Route) -> Pending[torch.Tensor]:
+    def combine(
+        self, rows: torch.Tensor, batch: Batch, route: Route, apart: bool = True
+    ) -> Pending[torch.Tensor]:
         """See Transport.combine."""
         arrival: Arrival = batch.handle
         combined, _, returned = self._buffer.combine(

@@ -42,8 +42,11 @@ class DeepEPLowLatency:
             explicitly_destroy=True,
         )
 
-    def dispatch(self, x: torch.Tensor, route: Route) -> Pending[Batch]:
-        """See Transport.dispatch. The send is enqueued here, the receive in ``wait``."""
+    def dispatch(self, x: torch.Tensor, route: Route, apart: bool = True) -> Pending[Batch]:
+        """See Transport.dispatch. The receive is enqueued in ``wait``, or with the send.
+
+        Two launches are two kernels' start and end, and keep no SM busy in between.
+        """
         check_dispatch(x, route, self._plan)
         packed, counts, handle, _, receive = self._buffer.low_latency_dispatch(
             x.contiguous(),
@@ -54,7 +57,7 @@ class DeepEPLowLatency:
             round_scale=self._ue8m0,
             use_ue8m0=self._ue8m0,
             async_finish=False,
-            return_recv_hook=True,
+            return_recv_hook=apart,
         )
         batch = MaskedBatch(
             rows=Fp8Rows(*packed) if self._fp8 else packed,
@@ -64,12 +67,15 @@ class DeepEPLowLatency:
         )
 
         def finish() -> Batch:
-            receive()
+            if apart:
+                receive()
             return batch
 
         return Pending(finish)
 
-    def combine(self, rows: torch.Tensor, batch: Batch, route: Route) -> Pending[torch.Tensor]:
+    def combine(
+        self, rows: torch.Tensor, batch: Batch, route: Route, apart: bool = True
+    ) -> Pending[torch.Tensor]:
         """See Transport.combine."""
         combined, _, receive = self._buffer.low_latency_combine(
             rows,
@@ -77,11 +83,12 @@ class DeepEPLowLatency:
             route.topk_weights,
             batch.handle,
             async_finish=False,
-            return_recv_hook=True,
+            return_recv_hook=apart,
         )
 
         def finish() -> torch.Tensor:
-            receive()
+            if apart:
+                receive()
             out: torch.Tensor = combined
             return out
 

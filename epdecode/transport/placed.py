@@ -37,12 +37,12 @@ class PlacedTransport:
         self._table = table
         self._rows = torch.arange(table.shape[0], device=table.device)[:, None]
 
-    def dispatch(self, x: torch.Tensor, route: Route) -> Pending[Batch]:
+    def dispatch(self, x: torch.Tensor, route: Route, apart: bool = True) -> Pending[Batch]:
         """See Transport."""
         check_dispatch(x, route, self._plan)
         slots = self._table[self._rows[: x.shape[0]], route.topk_ids]
         sent = replace(route, topk_ids=slots)
-        sending = self._transport.dispatch(x, sent)
+        sending = self._transport.dispatch(x, sent, apart)
 
         def finish() -> Batch:
             batch = sending.wait()
@@ -50,11 +50,13 @@ class PlacedTransport:
 
         return Pending(finish)
 
-    def combine(self, rows: torch.Tensor, batch: Batch, route: Route) -> Pending[torch.Tensor]:
+    def combine(
+        self, rows: torch.Tensor, batch: Batch, route: Route, apart: bool = True
+    ) -> Pending[torch.Tensor]:
         """See Transport."""
         placed: _Placed = batch.handle
         own = replace(batch, handle=placed.handle)
-        return self._transport.combine(rows, own, placed.route)
+        return self._transport.combine(rows, own, placed.route, apart)
 
     def rehearse(self, tokens: int, experts: Callable[[Batch], torch.Tensor]) -> None:
         """See Transport."""

@@ -43,7 +43,7 @@ class TorchAllToAll:
         shape = (plan.num_local_experts, plan.capacity, plan.model.hidden)
         self._rows = _empty_rows(shape, plan.transport.wire, world.device)
 
-    def dispatch(self, x: torch.Tensor, route: Route) -> Pending[Batch]:
+    def dispatch(self, x: torch.Tensor, route: Route, apart: bool = True) -> Pending[Batch]:
         """See Transport.dispatch; everything happens here, ``wait`` only hands over."""
         check_dispatch(x, route, self._plan)
         experts = route.topk_ids.flatten()
@@ -65,7 +65,9 @@ class TorchAllToAll:
         )
         return Pending(lambda: batch)
 
-    def combine(self, rows: torch.Tensor, batch: Batch, route: Route) -> Pending[torch.Tensor]:
+    def combine(
+        self, rows: torch.Tensor, batch: Batch, route: Route, apart: bool = True
+    ) -> Pending[torch.Tensor]:
         """See Transport.combine: float32 sum over slots in order, rounded once."""
         journey: _Journey = batch.handle
         there = rows.reshape(-1, rows.shape[-1])[journey.places.to(rows.device)]

@@ -38,7 +38,7 @@ class TorchAllToAllPacked:
         self._packer = Packer(plan, world.device)
         self._pad = self._worst_case if plan.transport.worst_case_rows else _as_it_is
 
-    def dispatch(self, x: torch.Tensor, route: Route) -> Pending[Batch]:
+    def dispatch(self, x: torch.Tensor, route: Route, apart: bool = True) -> Pending[Batch]:
         """See Transport.dispatch; everything happens here, ``wait`` only hands over."""
         check_dispatch(x, route, self._plan)
         target, token = self._who_goes_where(route.topk_ids)
@@ -57,7 +57,9 @@ class TorchAllToAllPacked:
         batch = self._packer.pack(arrived, x.shape[0], _Back(token, sent, received))
         return Pending(lambda: batch)
 
-    def combine(self, rows: torch.Tensor, batch: Batch, route: Route) -> Pending[torch.Tensor]:
+    def combine(
+        self, rows: torch.Tensor, batch: Batch, route: Route, apart: bool = True
+    ) -> Pending[torch.Tensor]:
         """See Transport.combine: a plain sum over ranks in float32, rounded once."""
         arrival: Arrival = batch.handle
         back: _Back = arrival.back

@@ -135,6 +135,6 @@ def test_reports(capsys, monkeypatch):
     assert made["lines"][1]["us"] is None
     print_table([right, wrong], streams)
     printed = capsys.readouterr().out
-    assert "16x1 s6n" in printed
+    assert "16 s6n" in printed
     assert "0.800" in printed
     assert "wrong: inf" in printed

@@ -21,7 +21,7 @@ from epdecode.plan.expert_choice import Choice, ExpertShape
 from epdecode.verify import fp8_tolerance
 from tests.small import plain_router, small_model, small_plan
 
-HIDDEN, SIZE, EXPERTS, CAPACITY = 512, 256, 3, 64
+HIDDEN, SIZE, EXPERTS, CAPACITY = 512, 256, 3, 132
 CPU = torch.device("cpu")
 CLOSE = fp8_tolerance(SIZE)
 """The fused kernel rounds no bfloat16 intermediate, so some activations fall on other FP8 steps."""
@@ -147,9 +147,16 @@ def test_why_not_fused(fields, reason, device):
 
 
 CUTS = [
-    Choice(tokens=tokens, parts=parts, stages=3, narrow=narrow, splits=splits)
-    for tokens, parts in ((16, 1), (32, 1), (64, 1), (16, 2), (64, 2))
-    for narrow, splits in ((False, 1), (True, 1), (False, 4), (True, 2))
+    Choice(tokens=tokens, stages=3, narrow=narrow, splits=splits)
+    for tokens, narrow in (
+        (16, False),
+        (16, True),
+        (32, False),
+        (32, True),
+        (64, False),
+        (128, False),
+    )
+    for splits in (1, 2, 4)
 ]
 
 
@@ -161,7 +168,7 @@ def test_every_cut_of_the_fused_kernel(cut, device):
         ChainShape(shape=shape, capacity=CAPACITY, fp8=True, packed_scales=False), device
     )
     weights = make_weights(device)
-    for counts in ([7, 0, 40], [0, 0, 0], [64, 17, 1], [0, 0, 33]):
+    for counts in ([7, 0, 40], [0, 0, 0], [64, 130, 1], [0, 0, 33]):
         batch = make_batch(counts, device)
         out = torch.full((EXPERTS, CAPACITY, HIDDEN), 9.0, dtype=torch.bfloat16, device=device)
         chain(batch.rows, weights, batch.counts, out, cut, no_mark)

@@ -50,7 +50,8 @@ class Machine:
             associative_scan=lambda x, axis, combine: x.cumsum(axis),
             convert_layout=lambda x, layout: x, thread_barrier=lambda: None,
             load=load, store=store, atomic_add=self.atomic_add,
-            inline_asm_elementwise=_assembly, allocate_shared_memory=allocate,
+            inline_asm_elementwise=self.assembly, split=lambda x: x.unbind(-1),
+            allocate_shared_memory=allocate,
             program_id=lambda axis: torch.tensor(self.local.program),
             num_programs=lambda axis: torch.tensor(self.programs),
             warp_specialize=self.specialize,
@@ -72,12 +73,20 @@ class Machine:
                 tensor=torch.Tensor, PropagateNan=SimpleNamespace(ALL=1),
                 clamp=lambda x, low, high, propagate_nan: x.clamp(low, high),
             ),
-            "warpgroup_mma": _multiply, "warpgroup_mma_wait": lambda left, deps: deps[0],
+            "warpgroup_mma": _multiply,
+            "warpgroup_mma_wait": lambda left, deps: deps[0] if len(deps) == 1 else deps,
             "silu_mul": silu_mul_ref, "group_scale": lambda x, packed: group_scales(x, "fp32"),
             "scalar": torch.tensor,
         }  # fmt: skip
 
-    def atomic_add(self, pointer, value, sem):
+    def assembly(self, asm, constraints, arguments, dtype, is_pure, pack):
+        if "%smid" in asm:
+            return torch.tensor(self.local.program)
+        return load(arguments[0]) if "ld.acquire" in asm else torch.tensor(0)
+
+    def atomic_add(self, pointer, value, sem, mask=True):
+        if not mask:
+            return torch.tensor(0)
         with self.atomics:
             old = load(pointer)
             store(pointer, old + value)
@@ -172,10 +181,6 @@ def _maximum(a, b):
 
 def _minimum(a, b):
     return torch.minimum(torch.as_tensor(a), torch.as_tensor(b))
-
-
-def _assembly(asm, constraints, arguments, dtype, is_pure, pack):
-    return load(arguments[0]) if "ld.acquire" in asm else torch.tensor(0)
 
 
 def _multiply(a, b, acc, use_acc, is_async):

@@ -19,7 +19,7 @@ from epdecode.kernels.fp8 import (
 from tests.fakes.gluon import Machine, load_kernels
 from tests.fakes.gluon_memory import Descriptor, Pointer
 
-EXPERTS, CAPACITY, HIDDEN, SIZE = 3, 64, 512, 256
+EXPERTS, CAPACITY, HIDDEN, SIZE = 3, 132, 512, 256
 
 
 def rows_of(counts):
@@ -40,40 +40,43 @@ def scale_matrix(scales):
 class Launch:
     """One space and one set of weights, launched again and again."""
 
-    def __init__(self, tokens, parts, narrow, splits=1, places=0):
-        self.tokens, self.parts, self.narrow = tokens, parts, narrow
+    def __init__(self, tokens, narrow, splits=1, places=0):
+        self.tokens, self.narrow = tokens, narrow
         self.splits, self.places = splits, places
         self.gate_up = quantize_block(torch.randn(EXPERTS, 2 * SIZE, HIDDEN) / HIDDEN**0.5)
         self.down = quantize_block(torch.randn(EXPERTS, HIDDEN, SIZE) / SIZE**0.5)
         self.act = torch.zeros(EXPERTS, CAPACITY, SIZE).to(torch.float8_e4m3fn)
         self.act_scales = torch.zeros(EXPERTS, SIZE // 128, CAPACITY)
         self.tickets = torch.zeros(1, dtype=torch.int32)
-        self.ready = torch.zeros(EXPERTS * CAPACITY // 16 * (SIZE // 128 + 1), dtype=torch.int32)
-        self.partials = torch.full((max(1, places * splits), 256 * tokens * parts), torch.nan)
-        self.arrived = torch.zeros(max(1, places), dtype=torch.int32)
+        flags = EXPERTS * -(-CAPACITY // 16) * (SIZE // 128 + 1)
+        self.ready = torch.zeros(flags, dtype=torch.int32)
+        self.partials = torch.full((max(1, places * (splits - 1)), 256 * tokens), torch.nan)
+        self.arrived = torch.zeros(2 * max(1, places), dtype=torch.int32)
 
     def __call__(self, x, counts, programs):
         """bfloat16 [E, M, H], 9 where nothing was written."""
         out = torch.full((EXPERTS, CAPACITY, HIDDEN), 9.0, dtype=torch.bfloat16)
         machine = Machine(programs, seed=sum(counts))
         kernels = load_kernels(
-            machine, "expert_chain_shape.py", "expert_chain_load.py", "expert_chain_math.py",
-            "expert_chain.py",
+            machine, *(f"expert_chain{part}.py" for part in (
+                "_shape", "_load", "_sums", "_weights_left", "_rows_left", "_math", "",
+            )),
         )  # fmt: skip
-        box, lanes = (self.tokens, 128), (1, max(32, self.tokens))
+        rows = min(self.tokens, 64)
+        box, lanes = (rows, 128), (1, max(32, rows))
         machine.launch(
             kernels._chain_kernel,
             Descriptor(x.data.view(-1, HIDDEN), box),
             Descriptor(scale_matrix(x.scales), lanes),
-            Descriptor(self.gate_up.data.view(-1, HIDDEN), (128, 128)),
+            Descriptor(self.gate_up.data.view(-1, HIDDEN), (64, 128)),
             Descriptor(self.act.view(-1, SIZE), box),
             Descriptor(self.act_scales.view(-1, CAPACITY), lanes),
-            Descriptor(self.down.data.view(-1, SIZE), (128, 128)),
+            Descriptor(self.down.data.view(-1, SIZE), (64, 128)),
             Pointer(self.gate_up.scales.view(-1)), Pointer(self.down.scales.view(-1)),
             Pointer(torch.tensor(counts, dtype=torch.int32)),
             Pointer(self.tickets), Pointer(self.ready), Pointer(self.partials),
             Pointer(self.arrived), Pointer(self.act), Pointer(self.act_scales), Pointer(out),
-            EXPERTS, 32, CAPACITY, HIDDEN, SIZE, self.tokens, self.parts, 3, self.narrow,
+            EXPERTS, 32, CAPACITY, HIDDEN, SIZE, self.tokens, 3, self.narrow,
             self.splits, self.places,
         )  # fmt: skip
         return out
@@ -86,7 +89,7 @@ class Launch:
         return act @ down.T
 
 
-LOADS = (([7, 0, 40], 3), ([0, 0, 0], 2), ([64, 17, 1], 5), ([0, 33, 0], 40))
+LOADS = (([7, 0, 40], 3), ([0, 0, 0], 2), ([64, 130, 1], 5), ([0, 33, 0], 40))
 """Rows of each expert, programs."""
 
 
@@ -103,25 +106,26 @@ def check(launch, counts, programs):
     return out
 
 
-@pytest.mark.parametrize("narrow", [False, True])
-@pytest.mark.parametrize(("tokens", "parts"), [(16, 1), (16, 2), (64, 1)])
-def test_the_program(tokens, parts, narrow):
-    launch = Launch(tokens, parts, narrow)
+@pytest.mark.parametrize(
+    ("tokens", "narrow"), [(16, False), (16, True), (32, True), (64, False), (128, False)]
+)
+def test_the_program(tokens, narrow):
+    launch = Launch(tokens, narrow)
     for counts, programs in LOADS:
         check(launch, counts, programs)
 
 
-@pytest.mark.parametrize(("tokens", "parts"), [(16, 1), (16, 2), (64, 1)])
+@pytest.mark.parametrize(("tokens", "narrow"), [(16, True), (64, False), (128, False)])
 @pytest.mark.parametrize("splits", [2, 4])
-def test_parts_of_k(tokens, parts, splits):
-    launch = Launch(tokens, parts, narrow=True, splits=splits, places=24)
+def test_parts_of_k(tokens, narrow, splits):
+    launch = Launch(tokens, narrow, splits=splits, places=24)
     for counts, programs in LOADS:
         check(launch, counts, programs)
     assert not launch.partials.isnan().all()
 
 
-def test_who_comes_last_changes_nothing():
-    launch = Launch(16, 1, narrow=True, splits=4, places=24)
+def test_the_order_of_arrival_changes_nothing():
+    launch = Launch(16, narrow=True, splits=4, places=24)
     x = rows_of([7, 0, 40])
     first = launch(x, [7, 0, 40], 3)
     for programs in (1, 2, 7, 30):
@@ -130,6 +134,6 @@ def test_who_comes_last_changes_nothing():
 
 @pytest.mark.parametrize(("places", "split"), [(8, True), (7, False)])
 def test_tiles_without_places_are_not_split(places, split):
-    launch = Launch(16, 1, narrow=True, splits=2, places=places)
+    launch = Launch(16, narrow=True, splits=2, places=places)
     check(launch, [7, 0, 40], 3)
     assert launch.partials.isnan().all() == (not split)

@@ -8,7 +8,9 @@ import pytest
 
 from epdecode.errors import ConfigError
 from epdecode.plan.expert_choice import (
+    MOST_STAGES,
     ROWS,
+    SPLITS,
     Choice,
     ExpertShape,
     bucket,
@@ -33,21 +35,14 @@ def test_bucket(rows, entry):
 @pytest.mark.parametrize("rows", [0, 1, 5, 16, 17, 32, 33, 64, 200])
 def test_the_rule_holds_the_load_in_one_tile_up_to_its_largest(rows):
     choice = default_choice(SHAPE, rows)
-    assert choice.tokens * choice.parts >= min(rows, 64)
+    assert choice.tokens >= min(rows, 128)
 
 
 @pytest.mark.parametrize(
     ("experts", "rows", "tokens", "splits"),
-    [
-        (1, 16, 16, 8),
-        (1, 64, 32, 4),
-        (2, 128, 64, 2),
-        (4, 16, 16, 2),
-        (4, 64, 32, 1),
-        (8, 16, 16, 1),
-    ],
+    [(1, 16, 16, 4), (1, 64, 32, 2), (2, 64, 64, 2), (2, 128, 64, 1), (4, 16, 16, 1)],
 )
-def test_parts_of_k_fill_the_processors_once(experts, rows, tokens, splits):
+def test_parts_of_k_fill_the_pairs_of_processors_once(experts, rows, tokens, splits):
     shape = replace(SHAPE, experts=experts)
     assert splits_for(shape, rows, tokens) == splits
     assert splits_for(replace(shape, hidden=128 * 3), rows, tokens) == 1
@@ -55,7 +50,7 @@ def test_parts_of_k_fill_the_processors_once(experts, rows, tokens, splits):
 
 def test_the_rule_splits_long_k_only():
     one = replace(SHAPE, experts=1)
-    assert default_choice(one, 16).splits == 8
+    assert default_choice(one, 16).splits == 4
     assert default_choice(replace(one, hidden=2048), 16).splits == 1
     assert default_choice(SHAPE, 16).splits == 1
 
@@ -66,12 +61,21 @@ def test_the_rule_splits_long_k_only():
         (1, 16, "triton_gemm"),
         (1, 64, "deepgemm"),
         (4, 64, "triton_gemm"),
-        (8, 64, "triton_gemm"),
-        (8, 128, "deepgemm"),
+        (8, 128, "triton_gemm"),
+        (8, 129, "deepgemm"),
     ],
 )
 def test_the_rule_takes_the_backend_that_was_faster(experts, rows, backend):
     assert default_choice(replace(SHAPE, experts=experts), rows).backend == backend
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("experts", [1, 4, 8, 32])
+def test_the_rule_asks_for_cuts_that_exist(experts, rows):
+    choice = default_choice(replace(SHAPE, experts=experts), rows)
+    assert choice.stages <= MOST_STAGES[choice.tokens]
+    assert choice.splits in SPLITS
+    assert not (choice.narrow and choice.tokens > 32)
 
 
 def test_a_table_outranks_the_rule_for_its_shape_and_load_only():
@@ -85,7 +89,7 @@ def test_a_table_outranks_the_rule_for_its_shape_and_load_only():
 
 
 def test_a_table_is_found_again(tmp_path):
-    table = {SHAPE.key: {16: Choice(tokens=32, parts=2), 64: Choice(backend="deepgemm")}}
+    table = {SHAPE.key: {16: Choice(tokens=32, splits=2), 64: Choice(backend="deepgemm")}}
     path = tmp_path / "deep" / "table.json"
     save_table(path, table)
     assert load_table(path) == table
@@ -102,7 +106,7 @@ def test_no_table_is_an_empty_one(tmp_path):
         "{",
         "[]",
         '{"schema": "other"}',
-        '{"schema": "epdecode.expert_choice/2", "choices": {"k": {"x": {}}}}',
+        '{"schema": "epdecode.expert_choice/3", "choices": {"k": {"x": {}}}}',
     ],
 )
 def test_a_broken_table_is_refused_by_its_path(tmp_path, text):

@@ -63,7 +63,7 @@ def test_a_table_is_followed_and_said():
     assert {by_bucket[at].source for at in (64, 128)} == {"table"}
     assert by_bucket[1].source == "rule"
     said = plan.chosen["experts.loads"]
-    assert "128: triton_gemm tokens=64 parts=1 stages=3 narrow=False" in said
+    assert "128: triton_gemm tokens=64 stages=3 narrow=False" in said
     assert said.endswith("(table)")
     assert said in render(plan)
     assert to_json(plan)["experts"]["loads"][-1]["choice"]["tokens"] == 64
