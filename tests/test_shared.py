@@ -109,20 +109,26 @@ def test_the_switch_of_the_overlap_changes_nothing() -> None:
 class Recorder:
     """Stands for every part of a layer and notes in which order they are called."""
 
-    def __init__(self) -> None:
+    def __init__(self, aside: bool = True) -> None:
         self.calls: list[str] = []
+        self.apart: list[bool] = []
+        self.aside = aside
 
     def note(self, name: str, value: object = None) -> object:
         self.calls.append(name)
         return value
 
-    def dispatch(self, x: torch.Tensor, route: Route) -> Pending[Batch]:
+    def dispatch(self, x: torch.Tensor, route: Route, apart: bool) -> Pending[Batch]:
         self.note("dispatch")
+        self.apart.append(apart)
         batch = MaskedBatch(x[None], torch.tensor([x.shape[0]]), 1)
         return Pending(lambda: self.note("arrived", batch))  # type: ignore[arg-type, return-value]
 
-    def combine(self, rows: torch.Tensor, batch: Batch, route: Route) -> Pending[torch.Tensor]:
+    def combine(
+        self, rows: torch.Tensor, batch: Batch, route: Route, apart: bool
+    ) -> Pending[torch.Tensor]:
         self.note("combine")
+        self.apart.append(apart)
         return Pending(lambda: self.note("returned", rows[0]))  # type: ignore[arg-type, return-value]
 
     def start(self, normed: torch.Tensor, num_tokens: torch.Tensor) -> None:
@@ -133,9 +139,8 @@ class Recorder:
         return torch.ones(2, 4)
 
 
-def test_the_shared_expert_starts_while_dispatch_waits_and_is_added_last() -> None:
-    parts = Recorder()
-    layer = MoELayer(
+def layer_of(parts: Recorder) -> MoELayer:
+    return MoELayer(
         norm=lambda hidden: hidden,
         router=lambda normed, num_tokens: Route(torch.zeros(2, 1), torch.ones(2, 1)),
         transport=parts,
@@ -144,7 +149,26 @@ def test_the_shared_expert_starts_while_dispatch_waits_and_is_added_last() -> No
         shared=parts,
         end=lambda hidden, routed, shared: LayerEnd(routed + shared, hidden, hidden),
     )
-    end, trace = layer(torch.zeros(2, 4), torch.zeros(2, 4), torch.tensor([2]), no_mark)
+
+
+INPUTS = (torch.zeros(2, 4), torch.zeros(2, 4), torch.tensor([2]))
+
+
+@pytest.mark.parametrize(
+    ("aside", "marked", "apart"),
+    [(True, False, True), (False, True, True), (True, True, True), (False, False, False)],
+)
+def test_send_and_receive_are_apart_where_something_is_done_or_timed_between(
+    aside: bool, marked: bool, apart: bool
+) -> None:
+    parts = Recorder(aside)
+    layer_of(parts)(*INPUTS, parts.note if marked else no_mark)
+    assert parts.apart == [apart, apart]
+
+
+def test_the_shared_expert_starts_while_dispatch_waits_and_is_added_last() -> None:
+    parts = Recorder()
+    end, trace = layer_of(parts)(*INPUTS, no_mark)
     assert parts.calls == [
         "dispatch", "shared started", "arrived", "combine", "returned", "shared joined"
     ]  # fmt: skip

@@ -77,10 +77,10 @@ class Buffer:
         use_ue8m0: bool = False,
         async_finish: bool = False,
         return_recv_hook: bool = False,
-    ) -> tuple[Any, torch.Tensor, tuple, None, Callable[[], None]]:
+    ) -> tuple[Any, torch.Tensor, tuple, None, Callable[[], None] | None]:
         most, hidden = num_max_dispatch_tokens_per_rank, x.shape[1]
         self._police(x, topk_idx, most, num_experts, use_fp8)
-        require(return_recv_hook and not async_finish, "a hook excludes async_finish")
+        require(not async_finish, "an event is not a hook")
         require(round_scale or not use_ue8m0, "UE8M0 needs round_scale")
         self._begin("dispatch")
         local = num_experts // self.size
@@ -110,7 +110,9 @@ class Buffer:
 
         self._keep(packed[0] if use_fp8 else rows)
         handle = (origins, counts, most, hidden, num_experts)
-        return packed, landed, handle, None, receive
+        if not return_recv_hook:
+            receive()
+        return packed, landed, handle, None, receive if return_recv_hook else None
 
     def low_latency_combine(
         self,
@@ -122,7 +124,7 @@ class Buffer:
         zero_copy: bool = False,
         async_finish: bool = False,
         return_recv_hook: bool = False,
-    ) -> tuple[torch.Tensor, None, Callable[[], None]]:
+    ) -> tuple[torch.Tensor, None, Callable[[], None] | None]:
         origins, counts, most, hidden, num_experts = handle
         require(x.is_contiguous() and x.dtype == torch.bfloat16, "combine takes dense bfloat16")
         require(topk_weights.dtype == torch.float32, "router weights are float32")
@@ -143,7 +145,9 @@ class Buffer:
                         total[token] += row.float() * topk_weights[token, slot]
             combined.copy_(total)
 
-        return combined, None, receive
+        if not return_recv_hook:
+            receive()
+        return combined, None, receive if return_recv_hook else None
 
     def destroy(self) -> None:
         require(self.explicitly_destroy, "destroy needs explicitly_destroy")

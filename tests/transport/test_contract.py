@@ -90,9 +90,10 @@ def round_trips(
         x, route = inputs(plan, tokens, step)[world.rank]
         x = x.to(world.device)
         route = Route(route.topk_ids.to(world.device), route.topk_weights.to(world.device))
-        batch = transport.dispatch(x, route).wait()
+        apart = step != 1
+        batch = transport.dispatch(x, route, apart).wait()
         counts = batch.counts.tolist()
-        out = transport.combine(apply_gains(batch, world.rank), batch, route).wait()
+        out = transport.combine(apply_gains(batch, world.rank), batch, route, apart).wait()
         done.append((out.cpu().clone(), counts))
     transport.close()
     return done
