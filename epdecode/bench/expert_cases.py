@@ -13,11 +13,11 @@ from epdecode.kernels.fp8 import (
     mn_major_scales,
     quantize_ref,
 )
-from epdecode.plan.expert_choice import ExpertShape
+from epdecode.plan.expert_choice import ExpertShape, Spread, fuller
 
 LAYERS = 6
 """Layers with their own weights in one timed graph, so that no weight is found in L2."""
-LOADS = ("even", "uniform", "skew")
+LOADS: dict[str, Spread] = {"even": "even", "uniform": "drawn", "skew": "skewed"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +36,11 @@ class ExpertCase:
     def layer_bytes(self) -> int:
         """Bytes of FP8 weights of one layer's experts."""
         return self.shape.experts * 3 * self.shape.hidden * self.shape.size
+
+    @property
+    def fuller_rows(self) -> int:
+        """What a choice for this load goes by."""
+        return fuller(self.rows, LOADS[self.load])
 
     def counts(self) -> list[int]:
         """Rows of each expert, the same in every run."""

@@ -61,8 +61,8 @@ def run_case(case: ExpertCase, streams: Streams, tune: bool) -> list[Line]:
 
 def _choice(case: ExpertCase, device: torch.device) -> Choice:
     """The table's cut for ours, whichever backend the table prefers."""
-    found = choose(case.shape, case.rows, table_of(device))
-    return found if found.backend == "triton_gemm" else default_choice(case.shape, case.rows)
+    found = choose(case.shape, case.fuller_rows, table_of(device))
+    return found if found.backend == "triton_gemm" else default_choice(case.shape, case.fuller_rows)
 
 
 def _measure(
@@ -106,12 +106,14 @@ def _time(layer: backends.Layer) -> float:
 
 def candidates(case: ExpertCase) -> Iterator[Choice]:
     """Cuts worth trying for a case, the rule's first; parts of K where they fill idle SMs."""
-    first = replace(default_choice(case.shape, case.rows), backend="triton_gemm")
+    first = replace(default_choice(case.shape, case.fuller_rows), backend="triton_gemm")
     yield first
     for (tokens, most), narrow in product(MOST_STAGES.items(), (True, False)):
-        if not case.rows // 2 <= tokens <= max(16, 4 * case.rows) or (narrow and tokens > 32):
+        if not case.fuller_rows // 2 <= tokens <= max(16, 4 * case.fuller_rows) or (
+            narrow and tokens > 32
+        ):
             continue
-        fill = splits_for(case.shape, case.rows, tokens)
+        fill = splits_for(case.shape, case.fuller_rows, tokens)
         for stages, splits in product((3, most), sorted({1, fill, min(2 * fill, SPLITS[-1])})):
             made = Choice(tokens=tokens, stages=stages, narrow=narrow, splits=splits)
             if made != first:
@@ -128,7 +130,7 @@ def _best_choice(case: ExpertCase, inputs: Inputs, chain: Chain) -> Choice:
         if error_of(inputs) < WRONG:
             found[choice] = _time(layer)
             log.info("%s: %.1f us", choice, found[choice])
-    return min(found, key=found.__getitem__, default=default_choice(case.shape, case.rows))
+    return min(found, key=found.__getitem__, default=default_choice(case.shape, case.fuller_rows))
 
 
 def _remember(case: ExpertCase, lines: list[Line], device: torch.device) -> None:
@@ -137,10 +139,10 @@ def _remember(case: ExpertCase, lines: list[Line], device: torch.device) -> None
     if not timed:
         return
     best = min(timed, key=lambda line: line.us or 0.0)
-    choice = lines[0].choice or default_choice(case.shape, case.rows)
+    choice = lines[0].choice or default_choice(case.shape, case.fuller_rows)
     choice = replace(choice, backend="deepgemm" if best.backend == "deepgemm" else "triton_gemm")
     path = tuned_path(device)
     table = load_table(path)
-    entries = {**table.get(case.shape.key, {}), bucket(case.rows): choice}
+    entries = {**table.get(case.shape.key, {}), bucket(case.fuller_rows): choice}
     save_table(path, {**table, case.shape.key: entries})
-    log.info("%s: %s rows: %s", path, bucket(case.rows), choice)
+    log.info("%s: %s rows: %s", path, bucket(case.fuller_rows), choice)

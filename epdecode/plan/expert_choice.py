@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
@@ -19,8 +20,11 @@ from epdecode.result.save import atomic_write
 
 SCHEMA = "epdecode.expert_choice/3"
 Backend = Literal["triton_gemm", "deepgemm"]
+Spread = Literal["even", "drawn", "skewed"]
+"""How rows fall on experts: the same on each, by chance, or more on some."""
 ROWS = (1, 4, 8, 16, 32, 64, 128, 256)
-"""Rows per expert that a table has an entry for; a load takes the first that is not below it."""
+"""Rows that a table has an entry for; a load takes the first that is not below its fuller experts'.
+"""
 
 MOST_STAGES = {16: 6, 32: 5, 64: 5, 128: 4}
 """Rows of a tile that triton_gemm can have -> steps of weights that fit beside them."""
@@ -58,6 +62,19 @@ class Choice:
 
 Table = Mapping[str, Mapping[int, Choice]]
 """Shape key -> rows -> choice."""
+
+
+def fuller(rows: int, spread: Spread) -> int:
+    """Rows that few experts exceed where the mean is ``rows``: what a tile should hold.
+
+    Weights of a second tile are read once more, while an empty half of a tile costs next to
+    nothing (docs/expert_chain.md). By chance, counts are about Poisson: the mean and two standard
+    deviations. Skewed: four times the mean, up to the largest tile.
+    """
+    if spread == "even":
+        return rows
+    drawn = math.ceil(rows + 2 * math.sqrt(rows))
+    return drawn if spread == "drawn" else max(drawn, min(4 * rows, max(MOST_STAGES)))
 
 
 def bucket(rows: int) -> int:

@@ -8,7 +8,7 @@ from itertools import groupby
 from typing import Literal
 
 from epdecode.models import ModelShape
-from epdecode.plan.expert_choice import Choice, ExpertShape, Table, bucket, choose
+from epdecode.plan.expert_choice import Choice, ExpertShape, Spread, Table, bucket, choose, fuller
 from epdecode.plan.limit_rule import Request
 
 LEAST_CAPACITY = 64
@@ -35,7 +35,9 @@ class Load:
 
     bucket: int
     rows: int
-    """Mean rows of an expert: what the choice goes by."""
+    """Mean rows of an expert."""
+    fuller_rows: int
+    """Rows that few experts exceed: what the choice goes by."""
     choice: Choice
     source: Literal["rule", "table", "overlap"]
     """rule = measured on an H200; table = tuned on this machine; overlap = DeepGEMM, because the
@@ -53,18 +55,20 @@ def loads_of(
     rows_at: Callable[[int], int],
     table: Table,
     *,
+    spread: Spread,
     rival: bool,
 ) -> tuple[Load, ...]:
     """The choice for each bucket; without ``rival`` triton_gemm takes every one."""
     loads = []
     for tokens in buckets:
         rows = rows_at(tokens)
-        choice = choose(shape, rows, table)
+        most = fuller(rows, spread)
+        choice = choose(shape, most, table)
         if not rival:
             choice = replace(choice, backend="triton_gemm")
-        tuned = bucket(rows) in table.get(shape.key, {})
+        tuned = bucket(most) in table.get(shape.key, {})
         source: Literal["rule", "table"] = "table" if tuned else "rule"
-        loads.append(Load(bucket=tokens, rows=rows, choice=choice, source=source))
+        loads.append(Load(bucket=tokens, rows=rows, fuller_rows=most, choice=choice, source=source))
     return tuple(loads)
 
 

@@ -7,7 +7,7 @@ from typing import Literal
 
 from epdecode.config import Config
 from epdecode.models import ModelShape
-from epdecode.plan.expert_choice import ExpertShape
+from epdecode.plan.expert_choice import ExpertShape, Spread
 from epdecode.plan.expert_loads import ASSUMED, Kernels, why_not_one_kernel
 from epdecode.plan.hardware import Device
 from epdecode.plan.limit_rule import Request
@@ -15,6 +15,9 @@ from epdecode.plan.limit_rule import Request
 MASKED_TILE = 128
 """Rows of DeepGEMM's largest tile in the masked layout. A tile that starts inside an expert's block
 is stored whole, so a capacity that is no multiple of it lets one expert write into the next."""
+
+SPREADS: dict[str, Spread] = {"balanced": "even", "uniform": "drawn", "model": "drawn"}
+"""Routing kinds whose loads are not skewed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +48,11 @@ class Site:
         """The routed experts of a rank."""
         local = self.request.num_experts // self.request.ep
         return ExpertShape(experts=local, hidden=self.model.hidden, size=self.model.expert_size)
+
+    @property
+    def spread(self) -> Spread:
+        """How the routing spreads rows over experts."""
+        return SPREADS.get(self.config.routing.kind, "skewed")
 
     @property
     def capacity(self) -> int:

@@ -97,7 +97,12 @@ def _with_loads(plan: ExpertsPlan, site: Site) -> tuple[ExpertsPlan, dict[str, s
     plan = replace(
         plan,
         loads=loads_of(
-            site.shape, buckets, partial(routed_rows, site.request), table, rival=not no_rival
+            site.shape,
+            buckets,
+            partial(routed_rows, site.request),
+            table,
+            spread=site.spread,
+            rival=not no_rival,
         ),
     )
     chosen = {"experts.loads": describe(plan.loads)}
@@ -117,7 +122,7 @@ def _with_shared(plan: ExpertsPlan, site: Site) -> ExpertsPlan:
     shape, capacity = shared_shape(site.model), shared_capacity(site.request.max_tokens)
     rival = plan.name == "tuned" and not site.why_no_deepgemm(capacity)
     buckets, table = site.config.batch.buckets, site.kernels.table
-    loads = loads_of(shape, buckets, lambda tokens: tokens, table, rival=rival)
+    loads = loads_of(shape, buckets, lambda tokens: tokens, table, spread="even", rival=rival)
     both = (
         "triton_gemm" in backends_of(plan.loads)
         and not site.why_two_kernels(site.shape, site.capacity)

@@ -38,7 +38,13 @@ def plan(*backends):
     """Loads of 1, 2, 4... rows, one for each name."""
     made = small_plan(1, "experts.name=tuned")
     loads = tuple(
-        Load(bucket=1 << i, rows=1 << i, choice=Choice(backend=name), source="rule")
+        Load(
+            bucket=1 << i,
+            rows=1 << i,
+            fuller_rows=1 << i,
+            choice=Choice(backend=name),
+            source="rule",
+        )
         for i, name in enumerate(backends)
     )
     return replace(made, experts=replace(made.experts, loads=loads, shared_loads=()))

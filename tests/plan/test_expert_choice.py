@@ -16,6 +16,7 @@ from epdecode.plan.expert_choice import (
     bucket,
     choose,
     default_choice,
+    fuller,
     load_table,
     save_table,
     splits_for,
@@ -30,6 +31,16 @@ SHAPE = ExpertShape(experts=32, hidden=7168, size=2048)
 )
 def test_bucket(rows, entry):
     assert bucket(rows) == entry
+
+
+@pytest.mark.parametrize(
+    ("rows", "even", "drawn", "skewed"),
+    [(1, 1, 3, 4), (16, 16, 24, 64), (32, 32, 44, 128), (64, 64, 80, 128), (200, 200, 229, 229)],
+)
+def test_a_tile_holds_the_fuller_experts(rows, even, drawn, skewed):
+    assert fuller(rows, "even") == even
+    assert fuller(rows, "drawn") == drawn
+    assert fuller(rows, "skewed") == skewed
 
 
 @pytest.mark.parametrize("rows", [0, 1, 5, 16, 17, 32, 33, 64, 200])

@@ -54,6 +54,16 @@ def test_auto_on_hopper_is_tuned_and_every_bucket_follows_the_rule(preset):
         assert load.source == "rule"
 
 
+@pytest.mark.parametrize(
+    ("kind", "tokens"), [("balanced", 16), ("model", 32), ("uniform", 32), ("zipf", 64)]
+)
+def test_the_cut_goes_by_the_fuller_experts_of_the_routing(kind, tokens):
+    plan = plan_of(SHARE, f"routing.kind={kind}")
+    load = next(load for load in plan.experts.loads if load.bucket == 64)
+    assert load.rows == 16
+    assert load.choice.tokens == tokens
+
+
 def test_a_table_is_followed_and_said():
     table = {ROUTED.key: {32: Choice(tokens=64, stages=3, narrow=False), 16: Choice(stages=2)}}
     plan = plan_of(SHARE, kernels=Kernels(table=table))
@@ -152,7 +162,7 @@ def test_two_chains_of_ours_never_run_at_once(name, kernels):
 @pytest.mark.parametrize(("rows", "tokens"), [(1, 16), (4, 16), (5, 32), (8, 32), (500, 32)])
 def test_rows_between_and_beyond_the_loads_take_a_planned_choice(rows, tokens):
     loads = [
-        Load(bucket=at, rows=at, choice=Choice(tokens=cut), source="rule")
+        Load(bucket=at, rows=at, fuller_rows=at, choice=Choice(tokens=cut), source="rule")
         for at, cut in ((4, 16), (8, 32))
     ]
     assert choice_at(loads, rows).tokens == tokens
@@ -160,7 +170,7 @@ def test_rows_between_and_beyond_the_loads_take_a_planned_choice(rows, tokens):
 
 def test_neighbours_that_agree_are_said_together():
     loads = [
-        Load(bucket=at, rows=at, choice=Choice(backend=name), source=source)
+        Load(bucket=at, rows=at, fuller_rows=at, choice=Choice(backend=name), source=source)
         for at, name, source in (
             (1, "triton_gemm", "rule"),
             (2, "triton_gemm", "rule"),
