@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 from dataclasses import replace
-from itertools import product
 from typing import TYPE_CHECKING
 
 import torch
@@ -104,20 +102,18 @@ def _time(layer: backends.Layer) -> float:
     return graph_us(calls, replays=REPLAYS, warmup=2).p50
 
 
-def candidates(case: ExpertCase) -> Iterator[Choice]:
-    """Cuts worth trying for a case, the rule's first; parts of K where they fill idle SMs."""
-    first = replace(default_choice(case.shape, case.fuller_rows), backend="triton_gemm")
-    yield first
-    for (tokens, most), narrow in product(MOST_STAGES.items(), (True, False)):
-        if not case.fuller_rows // 2 <= tokens <= max(16, 4 * case.fuller_rows) or (
-            narrow and tokens > 32
-        ):
-            continue
-        fill = splits_for(case.shape, case.fuller_rows, tokens)
-        for stages, splits in product((3, most), sorted({1, fill, min(2 * fill, SPLITS[-1])})):
-            made = Choice(tokens=tokens, stages=stages, narrow=narrow, splits=splits)
-            if made != first:
-                yield made
+def candidates(case: ExpertCase) -> list[Choice]:
+    """Cuts worth trying for a case, the rule's first, then one change at a time."""
+    rows = case.fuller_rows
+    made = [replace(default_choice(case.shape, rows), backend="triton_gemm")]
+    for tokens, most in MOST_STAGES.items():
+        if rows // 2 <= tokens <= max(16, 4 * rows):
+            cut = Choice(tokens=tokens, stages=most, narrow=tokens <= 32)
+            fill = splits_for(case.shape, rows, tokens)
+            splits = {fill, min(2 * fill, SPLITS[-1])}
+            made += [cut, replace(cut, narrow=False), replace(cut, stages=3)]
+            made += [replace(cut, splits=parts) for parts in sorted(splits)]
+    return list(dict.fromkeys(made))
 
 
 def _best_choice(case: ExpertCase, inputs: Inputs, chain: Chain) -> Choice:
