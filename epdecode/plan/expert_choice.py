@@ -33,6 +33,8 @@ SPLITS = (1, 2, 4, 8)
 _PAIRS = 66
 _LONG_K = 7168
 _SMALL = 16 * 2048 * 768
+_RIVALRY = {1: 16, 2: 32}
+"""Few experts -> rows up to which triton_gemm is the faster."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,11 +88,11 @@ def default_choice(shape: ExpertShape, rows: int) -> Choice:
     """The rule for a shape that no table has, from two H200s (docs/expert_chain.md).
 
     Above 128 rows the largest tiles read the weights more than once: DeepGEMM's kernels then, and
-    above 16 rows for one expert or two.
+    from fewer rows on for one expert or two.
     """
     rows = bucket(rows)
-    few = shape.experts <= 2
-    backend: Backend = "deepgemm" if rows > 128 or (rows > 16 and few) else "triton_gemm"
+    most = _RIVALRY.get(shape.experts, max(MOST_STAGES))
+    backend: Backend = "deepgemm" if rows > most else "triton_gemm"
     cut = _default_cut(shape, rows)
     splits = splits_for(shape, rows, cut.tokens) if shape.hidden >= _LONG_K else 1
     return replace(cut, backend=backend, splits=splits)

@@ -150,6 +150,8 @@ def experts_problems(
             f"experts.name: {experts.name} takes no packed rows; accepted with "
             f"{request.transport}: auto, deepgemm, torch_loop"
         ]
+    if experts.name in ("triton_gemm", "tuned"):
+        return _one_format(experts.name, request.wire, weight_format)
     if experts.name != "deepgemm":
         return []
     problems = []
@@ -178,3 +180,13 @@ def experts_problems(
             f"one expert writes into the next: nearest {good}, or experts.name: triton_gemm"
         )
     return problems
+
+
+def _one_format(name: str, wire: str, weight_format: str) -> list[str]:
+    """Our kernels multiply rows and weights of one format; rows of an FP8 wire stay FP8."""
+    if weight_format != "bf16" or wire == "bf16":
+        return []
+    return [
+        f"transport.wire: got {wire} with bf16 weights and experts.name: {name}; accepted: bf16, "
+        "or weights.format: fp8_block128, or experts.name: torch_loop"
+    ]

@@ -70,7 +70,9 @@ def test_the_rule_splits_long_k_only():
     ("experts", "rows", "backend"),
     [
         (1, 16, "triton_gemm"),
-        (1, 64, "deepgemm"),
+        (1, 17, "deepgemm"),
+        (2, 32, "triton_gemm"),
+        (2, 33, "deepgemm"),
         (4, 64, "triton_gemm"),
         (8, 128, "triton_gemm"),
         (8, 129, "deepgemm"),

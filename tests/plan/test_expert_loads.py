@@ -116,7 +116,9 @@ def test_auto_stays_deepgemm_where_the_one_kernel_chain_cannot_run(overrides, wh
 
 def test_auto_takes_what_is_left_for_other_layouts_and_formats():
     assert plan_of("deepseek_v3-h200x8-deepep_ht", ranks=8).experts.name == "deepgemm"
-    assert plan_of(SHARE, "weights.format=bf16").experts.name == "triton_gemm"
+    assert (
+        plan_of(SHARE, "weights.format=bf16", "transport.wire=bf16").experts.name == "triton_gemm"
+    )
     assert plan_of("cpu-tiny").experts.name == "torch_loop"
 
 
@@ -155,7 +157,8 @@ def test_two_chains_of_ours_never_run_at_once(name, kernels):
     assert {load.choice.backend for load in plan.experts.shared_loads} == {"triton_gemm"}
     assert plan.experts.shared_in_line
     assert "slow each other" in plan.chosen["overlap.shared_expert"]
-    two_kernels = plan_of(SHARE, f"experts.name={name}", "weights.format=bf16", kernels=kernels)
+    bf16 = ("weights.format=bf16", "transport.wire=bf16")
+    two_kernels = plan_of(SHARE, f"experts.name={name}", *bf16, kernels=kernels)
     assert not two_kernels.experts.shared_in_line
 
 

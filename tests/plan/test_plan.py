@@ -133,6 +133,8 @@ def test_a_capacity_that_breaks_deepgemms_masked_tiles_is_refused_with_the_neare
 
 def test_bf16_weights_go_where_they_are_taken() -> None:
     bf16 = "weights.format=bf16"
-    assert preset_plan(8, bf16).experts.name == "triton_gemm"
+    assert preset_plan(8, bf16, "transport.wire=bf16").experts.name == "triton_gemm"
+    with pytest.raises(ConfigError, match="transport.wire: got fp8 with bf16 weights"):
+        preset_plan(8, bf16)
     with pytest.raises(ConfigError, match="deepgemm takes FP8 weights, these are bf16"):
         preset_plan(8, bf16, "experts.name=deepgemm")
