@@ -1,14 +1,24 @@
-"""Loading warps of the fused expert chain: which tile comes next, its weights, rows and scales.
+"""Loading warps of the fused expert chain: weights of tile after tile, their rows and scales.
 
 No future annotations here: the compiler reads the annotations of aggregates as types.
 """
 
-import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from epdecode.kernels.expert_chain_shape import Cut, Ring
+from epdecode.kernels.expert_chain_tiles import (
+    advance,
+    give_back,
+    let_first_of_pairs_begin,
+    load_acquire,
+    on_second_of_pair,
+    post,
+    take,
+    tile_of,
+    up_steps,
+)
 
 
 @gluon.jit
@@ -25,28 +35,6 @@ def fence_proxies() -> None:
 
 
 @gluon.jit
-def load_acquire(pointer) -> tl.tensor:
-    """An int32 that other programs release: what they wrote before is there."""
-    asm: gl.constexpr = "ld.acquire.gpu.global.b32 $0, [$1];"
-    address = pointer.to(gl.uint64)
-    return gl.inline_asm_elementwise(asm, "=r,l", [address], gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def _on_second_of_pair():
-    """Whether this SM is the second of the two that share a way to L2."""
-    asm: gl.constexpr = "mov.u32 $0, %smid;"
-    return gl.inline_asm_elementwise(asm, "=r", [], gl.int32, is_pure=True, pack=1) % 2 == 1
-
-
-@gluon.jit
-def advance(index, phase, LENGTH: gl.constexpr) -> tuple[tl.tensor, tl.tensor]:
-    """The next place in a ring of LENGTH and its barriers' parity."""
-    wrapped = index + 1 == LENGTH
-    return gl.where(wrapped, 0, index + 1), phase ^ wrapped.to(gl.int32)
-
-
-@gluon.jit
 def await_kernel_before() -> None:
     """Until the kernel before has ended and all it wrote is there; the next may then be set up.
 
@@ -56,53 +44,6 @@ def await_kernel_before() -> None:
         "griddepcontrol.wait; griddepcontrol.launch_dependents; mov.b32 $0, 0;",
         "=r", [], gl.int32, is_pure=False, pack=1,
     )  # fmt: skip
-
-
-@gluon.jit
-def _post(ring: Ring, slot, expert, column, tile, count, part):
-    one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    ring.words.index(5 * slot).store(gl.full([1], expert, gl.int32, layout=one))
-    ring.words.index(5 * slot + 1).store(gl.full([1], column, gl.int32, layout=one))
-    ring.words.index(5 * slot + 2).store(gl.full([1], tile, gl.int32, layout=one))
-    ring.words.index(5 * slot + 3).store(gl.full([1], count, gl.int32, layout=one))
-    ring.words.index(5 * slot + 4).store(gl.full([1], part, gl.int32, layout=one))
-    mbarrier.arrive(ring.posted.index(slot), count=1)
-
-
-@gluon.jit
-def take(ring: Ring, slot, phase) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
-    """(expert, column, token tile, rows of the expert, part) of the next tile; expert -1 = no more.
-
-    Columns count on from the gate-up columns into the down columns. Parts of gate-up tiles count
-    through all tiles, SPLITS each; -1 = the whole tile.
-    """
-    one: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    mbarrier.wait(ring.posted.index(slot), phase)
-    expert = gl.max(ring.words.index(5 * slot).load(one), 0)
-    column = gl.max(ring.words.index(5 * slot + 1).load(one), 0)
-    tile = gl.max(ring.words.index(5 * slot + 2).load(one), 0)
-    count = gl.max(ring.words.index(5 * slot + 3).load(one), 0)
-    part = gl.max(ring.words.index(5 * slot + 4).load(one), 0)
-    return expert, column, tile, count, part
-
-
-@gluon.jit
-def up_steps(part, cut: Cut) -> tuple[tl.tensor, tl.tensor]:
-    """(first, end) of the K steps of a gate-up tile's part."""
-    if cut.SPLITS == 1:
-        return 0, cut.UP_STEPS
-    else:  # noqa: RET505, the compiler must not see both returns
-        each: gl.constexpr = cut.UP_STEPS // cut.SPLITS
-        whole = part < 0
-        first = gl.where(whole, 0, part % cut.SPLITS * each)
-        return first, gl.where(whole, cut.UP_STEPS, first + each)
-
-
-@gluon.jit
-def give_back(ring: Ring, slot) -> None:
-    """Say that this partition needs the slot's words and block scales no more."""
-    gl.thread_barrier()
-    mbarrier.arrive(ring.taken.index(slot), count=1)
 
 
 @gluon.jit
@@ -137,18 +78,6 @@ def _stream_weights(
 
 
 @gluon.jit
-def _let_first_of_pairs_begin(tickets, up_tiles):
-    """Wait until half the SMs have a gate-up tile, or all tiles are taken; never for long.
-
-    Where tiles are few, two on SMs that share a way to L2 take a third longer than one on each.
-    """
-    enough = gl.minimum(up_tiles, gl.num_programs(0) // 2)
-    tries = 0
-    while (load_acquire(tickets) < enough) & (tries < 16):
-        tries += 1
-
-
-@gluon.jit
 def load_weights(w1, w2, counts, tickets, ring: Ring, cut: Cut) -> None:
     """One warp: takes tiles in order, all gate-up tiles first, and streams their weights.
 
@@ -159,7 +88,7 @@ def load_weights(w1, w2, counts, tickets, ring: Ring, cut: Cut) -> None:
     await_kernel_before()
     experts = gl.arange(0, cut.E_POW2, layout=layout)
     rows = gl.load(counts + experts, mask=experts < cut.E, other=0)
-    late = _on_second_of_pair() if cut.FEW else False
+    late = on_second_of_pair() if cut.FEW else False
     ticket = gl.atomic_add(tickets, 1, mask=late == 0, sem="relaxed")
     ends = gl.associative_scan((rows + cut.TOKENS - 1) // cut.TOKENS, 0, _add)
     tiles = gl.max(ends, 0)
@@ -167,7 +96,7 @@ def load_weights(w1, w2, counts, tickets, ring: Ring, cut: Cut) -> None:
     up_tiles = tiles * cut.UP_COLUMNS * splits
     total = up_tiles + tiles * cut.DOWN_COLUMNS
     if late:
-        _let_first_of_pairs_begin(tickets, up_tiles)
+        let_first_of_pairs_begin(tickets, up_tiles)
         ticket = gl.atomic_add(tickets, 1, sem="relaxed")
     stage = 0
     phase = 1
@@ -177,17 +106,10 @@ def load_weights(w1, w2, counts, tickets, ring: Ring, cut: Cut) -> None:
         is_down = ticket >= up_tiles
         columns = gl.where(is_down, cut.DOWN_COLUMNS, cut.UP_COLUMNS * splits)
         index = gl.where(is_down, ticket - up_tiles, ticket)
-        before = ends * columns <= index
-        expert = gl.sum(before.to(gl.int32), 0)
-        start = gl.max(gl.where(before, ends, 0), 0)
-        mine = gl.sum(gl.where(experts == expert, ends, 0), 0) - start
-        count = gl.sum(gl.where(experts == expert, rows, 0), 0)
-        index -= start * columns
-        column = index // mine
-        tile = index % mine
+        expert, count, mine, start, column, tile = tile_of(index, columns, rows, ends, experts)
         mbarrier.wait(ring.taken.index(slot), slot_phase)
         if is_down:
-            _post(ring, slot, expert, column + cut.UP_COLUMNS, tile, count, -1)
+            post(ring, slot, expert, column + cut.UP_COLUMNS, tile, count, -1)
             row = expert * cut.H + column * cut.DOWN_ROWS
             stage, phase = _stream_weights(
                 w2, row, cut.DOWN_ROWS - 128, 256 - cut.DOWN_ROWS, 0, cut.DOWN_STEPS,
@@ -198,7 +120,7 @@ def load_weights(w1, w2, counts, tickets, ring: Ring, cut: Cut) -> None:
             column = column // splits
             place = start * cut.UP_COLUMNS + column * mine + tile
             part = gl.where(splits == 1, -1, place * cut.SPLITS + split)
-            _post(ring, slot, expert, column, tile, count, part)
+            post(ring, slot, expert, column, tile, count, part)
             row = expert * (2 * cut.SIZE) + column * 128
             first, end = up_steps(part, cut)
             stage, phase = _stream_weights(
@@ -210,7 +132,7 @@ def load_weights(w1, w2, counts, tickets, ring: Ring, cut: Cut) -> None:
     if ticket == total + gl.num_programs(0) - 1:
         gl.store(tickets, 0)
     mbarrier.wait(ring.taken.index(slot), slot_phase)
-    _post(ring, slot, -1, 0, 0, 0, -1)
+    post(ring, slot, -1, 0, 0, 0, -1)
 
 
 @gluon.jit

@@ -7,7 +7,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from epdecode.kernels.expert_chain_load import advance, fence_proxies, give_back, take, up_steps
+from epdecode.kernels.expert_chain_load import fence_proxies
 from epdecode.kernels.expert_chain_rows_left import (
     activate_rows_left,
     add_rows_left,
@@ -15,6 +15,7 @@ from epdecode.kernels.expert_chain_rows_left import (
 )
 from epdecode.kernels.expert_chain_shape import Cut, Ring
 from epdecode.kernels.expert_chain_sums import gather, hand_over
+from epdecode.kernels.expert_chain_tiles import advance, give_back, take, up_steps
 from epdecode.kernels.expert_chain_weights_left import (
     activate_weights_left,
     add_weights_left,

@@ -8,8 +8,8 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from epdecode.kernels.expert_chain_load import load_acquire
 from epdecode.kernels.expert_chain_shape import Cut
+from epdecode.kernels.expert_chain_tiles import load_acquire
 
 
 @gluon.jit

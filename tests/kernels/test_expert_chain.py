@@ -59,7 +59,7 @@ class Launch:
         machine = Machine(programs, seed=sum(counts))
         kernels = load_kernels(
             machine, *(f"expert_chain{part}.py" for part in (
-                "_shape", "_load", "_sums", "_weights_left", "_rows_left", "_math", "",
+                "_shape", "_tiles", "_load", "_sums", "_weights_left", "_rows_left", "_math", "",
             )),
         )  # fmt: skip
         rows = min(self.tokens, 64)
