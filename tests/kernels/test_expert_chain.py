@@ -8,7 +8,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from epdecode.batch import Fp8Rows
+from epdecode.batch import ExpertWeights, Fp8Rows
+from epdecode.errors import ConfigError
 from epdecode.kernels.fp8 import (
     dequantize,
     dequantize_block,
@@ -137,3 +138,15 @@ def test_tiles_without_places_are_not_split(places, split):
     launch = Launch(16, narrow=True, splits=2, places=places)
     check(launch, [7, 0, 40], 3)
     assert launch.partials.isnan().all() == (not split)
+
+
+def test_narrow_tiles_of_many_rows_are_refused():
+    chain = pytest.importorskip("epdecode.kernels.expert_chain")
+    launch, x = Launch(64, narrow=False), rows_of([7, 0, 40])
+    weights = ExpertWeights(launch.gate_up, launch.down)
+    space = chain.empty_space(EXPERTS, CAPACITY, SIZE, torch.device("cpu"))
+    out = torch.empty(EXPERTS, CAPACITY, HIDDEN, dtype=torch.bfloat16)
+    with pytest.raises(ConfigError, match="narrow tiles' tokens is 64; accepted: 16 or 32"):
+        chain.expert_chain(
+            x, weights, torch.zeros(EXPERTS), space, out, chain.ChainTile(tokens=64, narrow=True)
+        )
